@@ -31,10 +31,13 @@ class PutPages:
     """When each page was last used (`table.now_ns()`), for pages that come back from a copy of the pool: they take free
     space only, and neither they nor their chains count as used by it. None: they are used now."""
 
-    def part(self, start: int, stop: int, under_way: Sequence["PutPages"]) -> "PutPages":
-        """Some of them, which are stored while those are not published yet that are `under_way`."""
-        follows = [*self.follows, *(key for pages in under_way for key in pages.keys)]
-        rests_on = [parent for pages in under_way for parent in pages.parents_of(range(len(pages.keys)))]
+    def part(self, start: int, stop: int, coming: Sequence["PutPlan"]) -> "PutPages":
+        """Some of them, which are stored while those are not published yet that have places in these plans."""
+        follows, rests_on = list(self.follows), []
+        for plan in coming:
+            indices = [place.index for place in plan.places]
+            follows += [plan.pages.keys[i] for i in indices]
+            rests_on += plan.pages.parents_of(indices)
         keys, parents = self.keys[start:stop], self.parents[start:stop]
         return replace(self, keys=keys, parents=parents, follows=follows, rests_on=rests_on)
 

@@ -232,9 +232,11 @@ class Putting:
         at = 0
         try:
             while at < len(pages.keys):
-                reserved = sum(len(batch.plan.places) for batch in self._under_way if batch.plan is not None)
+                plans = [batch.plan for batch in self._under_way if batch.plan is not None]
+                reserved = sum(len(plan.places) for plan in plans)
                 stop = at + self._way.batch(self._pool, pages.nbytes, reserved * pages.nbytes)
-                batch = _Batch(pages.part(at, stop, [former.pages for former in self._under_way]))
+                coming = [former.plan for former in self._under_way if former.plan is not None and not former.broken]
+                batch = _Batch(pages.part(at, stop, coming))
                 self._reserve(batch)
                 self._under_way.append(batch)
                 self._begin(batch, at)
@@ -252,15 +254,19 @@ class Putting:
 
     def _give_up(self) -> None:
         """What failed is the last batch that is under way, or the one before it: those before are published, and the
-        last one's places are given back once nothing is written there."""
-        while self._under_way:
-            batch = self._under_way.popleft()
-            with suppress(CallersOwn):
+        last one's places are given back once nothing is written there, whatever becomes of those before."""
+        if not self._under_way:
+            return
+        batch = self._under_way.popleft()
+        with suppress(CallersOwn):
+            try:
                 if self._under_way:
                     self._end(batch)
                 elif batch.plan is not None:
                     batch.broken = True
                     self._complete(batch, batch.plan)
+            finally:
+                self._give_up()
 
     def _reserve(self, batch: _Batch) -> None:
         pages, writer = batch.pages, self._pool.writer

@@ -156,7 +156,7 @@ class Steps:
         monkeypatch.setattr(module, "_BEGUN_NBYTES", pages * PAGE_NBYTES)
         self.space, self.writer = space, inside(store).writer
         self.seen: list[str] = []
-        self.fails: dict[tuple[str, int], Exception] = {}
+        self.fails: dict[tuple[str, int], BaseException] = {}
         self.begun: list[tuple[bytes, Bytes]] = []
         self.meanwhile: Callable[[], object] = lambda: None
         """Done while the first batch is written."""
@@ -265,6 +265,44 @@ def test_a_lock_that_is_not_free_costs_what_waits_for_it_and_is_not_waited_for_a
     assert steps.write(keys) == [Put.STORED] * 4 + [Put.FAILED] * 8
     assert waits_s[0] <= 0 and store.stats().failures == {"busy": 8}
     assert are_right(space, keys[:4])
+    audit(store)
+
+
+@pytest.mark.parametrize("fails", [("reserve", 1), ("fill", 1)])
+def test_behind_a_batch_that_is_not_coming_pages_take_free_space_only(store, space, steps, monkeypatch, fails):
+    """Nobody would find them, and others would be gone for them."""
+    others = chain("older", CAPACITY // PAGE_NBYTES)
+    assert begin_chain(space_in(store, "older"), others) == [Put.STORED] * len(others)
+    steps.seen.clear()
+    if fails[0] == "fill":  # by a fault of the pool's
+        monkeypatch.setattr(module.ByDevice, "begin", broken_once(module.ByDevice.begin))
+    else:
+        steps.fails[fails] = OSError("broken pool")
+    before = store.stats().evicted_pages
+    assert steps.write(chain("a", 8)) == [Put.FAILED] * 8
+    assert store.stats().evicted_pages - before == (4 if fails[0] == "fill" else 0)
+    audit(store)
+
+
+def broken_once(begin: Callable[..., None]) -> Callable[..., None]:
+    left = [OSError("broken pool")]
+
+    def broken(way: Any, at: int, pool: Any, plan: PutPlan, publish: Callable[[], None]) -> None:
+        if left:
+            way._begun.append([])
+            raise left.pop()
+        begin(way, at, pool, plan, publish)
+
+    return broken
+
+
+def test_what_ends_a_save_while_it_fails_leaves_nothing_reserved_and_nothing_that_is_written(store, space, steps):
+    keys = chain("a", 8)
+    steps.fails["fill", 5], steps.fails["publish", 1] = RuntimeError("broken source"), KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        steps.write(keys)
+    assert not steps.begun and steps.seen[-2:] == ["settle", "abandon"]
+    assert space.contains(keys) == [False] * 8
     audit(store)
 
 

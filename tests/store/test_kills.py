@@ -25,7 +25,7 @@ from store_client.testing import chain, get_pages, page_bytes, put_chain
 WORKERS = Path(__file__).with_name("workers.py")
 KILLS = 10_000 if LONG else 300
 CAPACITY = max(CAPACITIES)
-ROLES = ["write", "receive", "read", "evict", "mix", "resize", "open", "fork", "clock", "policy"]
+ROLES = ["write", "receive", "begin", "read", "evict", "mix", "resize", "open", "fork", "clock", "policy"]
 
 
 def start_workers(*arguments: object) -> "subprocess.Popen[str]":

@@ -24,6 +24,7 @@ import xxhash
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put, Space
 from store_client.base import Bytes, Pieces
+from store_client.embedded import putting
 from store_client.embedded.arena import spread
 from store_client.embedded.policies import POLICIES
 from store_client.testing import SHARD, chain, get_pages, namespace, page_bytes, parents_of, put_pages
@@ -66,6 +67,38 @@ def receive_some(store: EmbeddedStore, rng: random.Random) -> int:
 
     space = store.space(namespace(f"size {nbytes}"), SHARD)
     outcome = space.receive(keys[:count], fill, nbytes=nbytes, parents=parents_of(keys[:count]), deadline_s=5)
+    return outcome.count(Put.STORED)
+
+
+def begin_some(store: EmbeddedStore, rng: random.Random) -> int:
+    """As `write_some`, by a device that writes as late as it may, and now and then fails; some pages at a time."""
+    keys, nbytes = keys_of(rng.randrange(CHAINS))
+    count, broken = rng.randint(1, LENGTH), rng.randrange(8 * LENGTH)
+    at_a_time = rng.choice([1, 3, 8])
+    putting._BATCH_PAGES, putting._BEGUN_NBYTES, putting._BEGUN_SHARE = at_a_time, at_a_time * nbytes, 1
+    begun: list[tuple[int, Bytes]] = []
+
+    def fill(i: int, view: Bytes) -> None:
+        begun.append((i, view))
+        view[:] = 0xEE
+        if i == broken:
+            raise RuntimeError("broken source")
+
+    def settle(count: int) -> list[int]:
+        settled, begun[:count] = begun[:count], []
+        for i, view in settled:
+            view[:] = page_of(keys[i], nbytes)
+        if broken // LENGTH == 1 and settled[0][0] > broken % LENGTH:
+            raise RuntimeError("broken device")
+        return [xxhash.xxh3_64_intdigest(page_of(keys[i], nbytes).data) for i, _ in settled]
+
+    outcome: list[Put] = []
+    with contextlib.suppress(RuntimeError):
+        outcome = space_of(store, nbytes).write(
+            keys[:count], fill, nbytes=nbytes, parents=parents_of(keys[:count]), deadline_s=5, settle=settle
+        )
+    if begun:
+        report("a save ended before its device did")
     return outcome.count(Put.STORED)
 
 
@@ -191,7 +224,7 @@ def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
 ROLES = {
     "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "resize": resize,
     "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk, "clear": clear_some,
-    "receive": receive_some, "policy": choose_policy,
+    "receive": receive_some, "policy": choose_policy, "begin": begin_some,
 }  # fmt: skip
 ORIGINAL_CLOCKS = {name: getattr(time, name) for name in ("time", "time_ns", "clock_gettime_ns")}
 

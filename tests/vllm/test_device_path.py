@@ -384,6 +384,24 @@ def test_a_page_that_is_read_again_behind_those_of_the_next_batch_has_the_digest
     assert not save._taken and not save._filled and not save._waiting
 
 
+def test_a_page_that_could_not_be_read_again_is_not_settled_although_it_was_of_the_batch_before() -> None:
+    """What is in its place was read from blocks that are others'."""
+
+    class NoKernel(Turns):
+        def save_copied(self, copies: Any, block_ids: Any, first_token: int, page: Any) -> int:
+            raise RuntimeError("the compiler")
+
+    pages = NoKernel()
+    save = save_over(pages, Given)
+    fill(save, 2)
+    given_away[0] = object.__new__(BlockCopies), None
+    pages.saved = 1
+    with pytest.raises(RuntimeError, match="the compiler"):
+        save.fill(2, np.empty(0, np.uint8))
+    with pytest.raises(RuntimeError, match="the compiler"):
+        save.settle(2)
+
+
 def test_pages_of_the_next_batch_are_not_waited_for() -> None:
     pages = Turns()
     save = save_over(pages, Given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,29 @@ def test_once_the_driver_refused_something_no_page_before_it_is_settled_and_noth
         all_of.pages.settle_saves(1)
     assert not any(all_of.stand_in.library._queues.values())
     assert all_of.pages.settled == all_of.pages.saved
+    assert all_of.pages.settle_saves() == []
+    page, expected = (np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(2))
+    all_of.pages.save_page([3, 4], 0, page)
+    all_of.plain.save_page([3, 4], 0, expected)
+    assert all_of.pages.settle_saves() == [digest(expected)] and np.array_equal(page, expected)
+
+
+def test_where_a_kernel_could_not_be_started_no_page_before_it_is_settled(kernel: Any) -> None:
+    """Triton's launcher raises errors of its own."""
+    all_of = moved(kernel, 4 * FMT.nbytes)
+    start, refused = all_of.pages._out.start, [True]
+
+    def start_later(*arguments: int) -> None:
+        if refused:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        start(*arguments)
+
+    all_of.pages._out = replace(all_of.pages._out, start=start_later)
+    with pytest.raises(RuntimeError, match="Triton"):
+        saves_of(all_of, NUM_PAGES)
+    refused.clear()
+    with pytest.raises(CopyFailed, match="Triton"):
+        all_of.pages.settle_saves(1)
     assert all_of.pages.settle_saves() == []
     page, expected = (np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(2))
     all_of.pages.save_page([3, 4], 0, page)

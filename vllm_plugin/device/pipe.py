@@ -253,7 +253,7 @@ class Pipe:
         self._digests: list[int | None] = []
         """Of those that are through and not settled."""
         self._failed = ""
-        """What the driver refused since something is under way."""
+        """What the driver, or a launcher, refused since something is under way."""
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
         self._most_nbytes = each
         self._lanes: list[_Lane] = []
@@ -285,6 +285,9 @@ class Pipe:
                 return self.begun
             except CudaError as error:
                 raise self._refused(error) from error
+            except BaseException as error:  # a launcher's own: pages of an earlier batch may be in that launch
+                self._failed = repr(error)
+                raise
 
     def _fetch(self, lane: _Lane, place: int, page: Bytes) -> None:
         address = page.ctypes.data

@@ -179,8 +179,8 @@ class DeviceSave(BlockSave):
             one.copies = copies
             return False
         assert isinstance(copies, BlockCopies)
-        one.copies = copies
         one.turn = self.device_pages.save_copied(copies, block_ids, first_token, one.page)
+        one.copies = copies  # not before: else a page that could not be begun counts as read from there
         return True
 
     def _look(self) -> None:
