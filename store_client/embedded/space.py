@@ -164,9 +164,10 @@ class EmbeddedSpace(Space):
 
         def write_all(pool: Pool) -> None:
             def tell(some: PutPages, results: list[str]) -> None:
+                # First: what fails behind it must not leave the results of further batches in this one's place.
+                outcome.extend(Put(one) if one in ("stored", "present") else Put.FAILED for one in results)
                 self._count(pool, results, nbytes)
                 self._remember_refused(pool, some, results)
-                outcome.extend(Put(one) if one in ("stored", "present") else Put.FAILED for one in results)
 
             if pool.damage is None:
                 Putting(pool, way, Patience(deadline_s), locked, tell).run(pages)

@@ -18,6 +18,7 @@ from store_client.base import Bytes
 from store_client.embedded import hashing
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.put import PutPages, PutPlan
+from store_client.embedded.space import EmbeddedSpace
 from store_client.jobs import Overtaken, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
@@ -304,6 +305,23 @@ def test_what_ends_a_save_while_it_fails_leaves_nothing_reserved_and_nothing_tha
     assert not steps.begun and steps.seen[-2:] == ["settle", "abandon"]
     assert space.contains(keys) == [False] * 8
     audit(store)
+
+
+def test_what_became_of_a_batch_is_told_of_its_own_pages_also_where_it_could_not_be_counted(
+    store, space, steps, monkeypatch
+):
+    count, fails = EmbeddedSpace._count, [OSError("broken pool")]
+
+    def count_later(*arguments: Any) -> None:
+        if fails:
+            raise fails.pop()
+        count(*arguments)
+
+    monkeypatch.setattr(EmbeddedSpace, "_count", count_later)
+    keys = chain("a", 12)
+    outcome = steps.write(keys)
+    assert outcome[:4] == [Put.STORED] * 4
+    assert [put is not Put.FAILED for put in outcome] == space.contains(keys)
 
 
 class BegunSave(Save):

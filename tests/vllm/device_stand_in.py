@@ -50,6 +50,8 @@ class StandIn:
         self.launched: list[tuple[bool, int]] = []
         self.idle = False
         """Whether the kernel does nothing."""
+        self.starts: int | None = None
+        """So many more launches, then one that Triton refuses; None: all."""
         self.undigested: set[int] = set()
         """Sizes of pages that it does not digest."""
         self.prepared_digests = 0
@@ -88,6 +90,11 @@ class StandIn:
                         start(runs, num_runs, layers, 0)
                 return 0
 
+            if self.starts is not None:
+                self.starts -= 1
+                if self.starts < 0:
+                    self.starts = None
+                    raise RuntimeError("Triton Error [CUDA]: out of memory")
             self.library.launch(stream, launch)
 
         return queue

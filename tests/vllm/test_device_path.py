@@ -213,6 +213,21 @@ def test_a_driver_that_fails_costs_a_save_and_no_more(start: Start, device: Stan
     assert all(engine.pages(other))
 
 
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("good", [0, 1, 2, 3])
+def test_a_kernel_that_is_not_started_costs_a_save_and_no_more(start: Start, device: StandIn, good: int) -> None:
+    """Nothing is stored that it did not write: its pages may be of a batch before the one that is begun then."""
+    engine = start()
+    device.starts = good
+    engine.check(PROMPT, 3)
+    if device.starts is None:
+        assert sum(failures(engine).values()) and not all(engine.pages(PROMPT))
+    device.starts = None
+    other = list(range(200, 300))
+    engine.check(other, 3)
+    assert all(engine.pages(other))
+
+
 def test_after_three_loads_that_failed_none_is_offered_for_a_while(start: Start, device: StandIn) -> None:
     warm_pool(start, PROMPT)
     engine = start(prefix_caching=False)
