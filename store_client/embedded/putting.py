@@ -227,8 +227,8 @@ class Putting:
         self._under_way: deque[_Batch] = deque()
 
     def run(self, pages: PutPages) -> None:
-        """A fault of the pool costs its batch. An exception of the caller's callbacks passes: neither the batch that it
-        came from is stored nor one that was begun behind it."""
+        """A fault of the pool costs its batch. An exception of the caller's callbacks passes: no batch is stored that was
+        not by then."""
         at = 0
         try:
             while at < len(pages.keys):
@@ -253,16 +253,14 @@ class Putting:
             self._end(self._under_way.popleft())
 
     def _give_up(self) -> None:
-        """What failed is the last batch that is under way, or the one before it: those before are published, and the
-        last one's places are given back once nothing is written there, whatever becomes of those before."""
+        """Nothing that is under way is stored: what failed of the last batch may have failed of pages before it too.
+        Their places are given back once nothing is written there, whatever becomes of those before."""
         if not self._under_way:
             return
         batch = self._under_way.popleft()
         with suppress(CallersOwn):
             try:
-                if self._under_way:
-                    self._end(batch)
-                elif batch.plan is not None:
+                if batch.plan is not None:
                     batch.broken = True
                     self._complete(batch, batch.plan)
             finally:

@@ -213,20 +213,27 @@ def test_a_batch_is_published_while_the_next_one_is_written_and_before_the_third
     audit(store)
 
 
-@pytest.mark.parametrize("fails", [("fill", 5), ("fill", 6), ("fill", 8), ("reserve", 2), ("publish", 2)])
-def test_what_was_begun_before_a_fault_is_stored_and_nothing_of_the_batch_that_it_is_in(store, space, steps, fails):
+@pytest.mark.parametrize("fails, stored", [(("fill", 5), 0), (("fill", 6), 0), (("fill", 8), 4)])
+def test_after_a_fault_of_who_writes_nothing_is_published_also_of_the_batch_before(store, space, steps, fails, stored):
+    """A device that fails of one page may have failed of those before."""
     keys, error = chain("a", 8), RuntimeError("broken source")
     steps.fails[fails] = error
-    if fails[0] == "fill":
-        with pytest.raises(RuntimeError, match="broken source"):
-            steps.write(keys)
-        failures = {}
-    else:
-        assert steps.write(keys) == [Put.STORED] * 4 + [Put.FAILED] * 4
-        failures = {"error": 4}
+    with pytest.raises(RuntimeError, match="broken source"):
+        steps.write(keys)
     assert not steps.begun, "nothing is written any more"
+    assert space.contains(keys) == [True] * stored + [False] * (8 - stored) and are_right(space, keys[:stored])
+    assert store.stats().stored_pages == stored and not store.stats().failures
+    audit(store)
+
+
+@pytest.mark.parametrize("step", ["reserve", "publish"])
+def test_a_fault_of_the_pool_costs_the_batch_that_it_is_in(store, space, steps, step):
+    keys = chain("a", 8)
+    steps.fails[step, 2] = RuntimeError("broken pool")
+    assert steps.write(keys) == [Put.STORED] * 4 + [Put.FAILED] * 4
+    assert not steps.begun
     assert space.contains(keys) == [True] * 4 + [False] * 4 and are_right(space, keys[:4])
-    assert store.stats().stored_pages == 4 and store.stats().failures == failures
+    assert store.stats().stored_pages == 4 and store.stats().failures == {"error": 4}
     audit(store)
 
 
@@ -299,7 +306,7 @@ def broken_once(begin: Callable[..., None]) -> Callable[..., None]:
 
 def test_what_ends_a_save_while_it_fails_leaves_nothing_reserved_and_nothing_that_is_written(store, space, steps):
     keys = chain("a", 8)
-    steps.fails["fill", 5], steps.fails["publish", 1] = RuntimeError("broken source"), KeyboardInterrupt()
+    steps.fails["fill", 5], steps.fails["settle", 1] = RuntimeError("broken source"), KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         steps.write(keys)
     assert not steps.begun and steps.seen[-2:] == ["settle", "abandon"]
