@@ -259,9 +259,9 @@ class Space(ABC):
         of the next one may be begun before a batch is settled: `settle(count)` waits until the first `count` pages that
         were begun and are not settled yet are written. It is called once for each batch of which a page was begun, in
         their order, also where something fails in between: when `write` comes to its end, all is written that ever will
-        be. An exception of it is one of `fill`. After one of either nothing is stored that was not by then, of no batch: a
-        device that fails of one page may have failed of those before. It may return the XXH3-64 of what was written,
-        as in `read`, in the order in which these pages were filled.
+        be. An exception of it is one of `fill`. After one of either nothing is stored that was not by then, of no
+        batch: a device that fails of one page may have failed of those before. It may return the XXH3-64 of what was
+        written, as in `read`, in the order in which these pages were filled.
         """
 
     @abstractmethod

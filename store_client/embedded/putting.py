@@ -227,8 +227,8 @@ class Putting:
         self._under_way: deque[_Batch] = deque()
 
     def run(self, pages: PutPages) -> None:
-        """A fault of the pool costs its batch. An exception of the caller's callbacks passes: no batch is stored that was
-        not by then."""
+        """A fault of the pool costs its batch. An exception of the caller's callbacks passes: no batch is stored that
+        was not by then."""
         at = 0
         try:
             while at < len(pages.keys):
