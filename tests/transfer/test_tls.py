@@ -84,19 +84,19 @@ def test_unknown_peers_at_a_tls_listener_lose_their_own_connection_only(authorit
                     pass
 
 
-@pytest.mark.parametrize("step", ["_secure", "_shake"])
-def test_a_peer_that_is_dropped_during_either_handshake_tries_again(authorities, monkeypatch, step):
-    go_on, dropped, ours = getattr(Connection, step), [], Tls(**authorities[0])
+@pytest.mark.parametrize("of, step", [(TcpTransport, "_admit"), (Connection, "_shake")])
+def test_a_peer_that_is_dropped_during_either_handshake_tries_again(authorities, monkeypatch, of, step):
+    go_on, dropped, ours = getattr(of, step), [], Tls(**authorities[0])
 
-    def crowded(self):
+    def crowded(self, *accepted):
         if len(dropped) == 4:
-            return go_on(self)
+            return go_on(self, *accepted)
         dropped.append(self)
         if len(dropped) % 2:  # what was not read makes the end a reset
-            self.channel._tls.recv(1) if step == "_shake" else os.read(self.descriptor, 4096)
+            os.read(accepted[0].fileno(), 4096) if accepted else self.channel.recv(1)
         raise TransferError("too many others")
 
-    monkeypatch.setattr(Connection, step, crowded)
+    monkeypatch.setattr(of, step, crowded)
     assert connect(ours, ours) == "tcp"
     assert len(dropped) == 4
 

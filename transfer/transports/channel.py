@@ -1,4 +1,4 @@
-"""A connected stream socket as both of its ends use it; `tls.TlsChannel` is the same, encrypted."""
+"""A connected stream socket as both of its ends use it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ class Channel:
     that have much to move wait in the kernel for more of it, for 20 ms at most.
     """
 
-    pending = False
-    """Whether bytes have arrived that polling the socket does not show."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.descriptor = connection.fileno()
-        self.settimeout, self.close = connection.settimeout, connection.close
+        self.settimeout = connection.settimeout
         self._waiting_calls = 0
         self._flags = 0
 
@@ -44,8 +41,12 @@ class Channel:
         self.socket.settimeout(None)  # the file itself may wait: each call says that it does not
         self._flags = MSG_DONTWAIT
 
-    def handshake(self) -> None:
-        """Of the encryption, on the side that was connected to."""
+    def why(self, error: Exception) -> Exception:
+        """What the connection failed of, where more is known than `error`, which a call on it raised."""
+        return error
+
+    def close(self) -> None:
+        self.socket.close()
 
     def recv(self, nbytes: int) -> bytes:
         """b"" at the end, as for all that receive. Raises OSError, as all do."""

@@ -66,7 +66,7 @@ class Connection(ABC):
         self.attachment = b""
         self.passing: Passing | None = None
         """Of the order at hand, where it is marked."""
-        self._next: Callable[[], bool] = self._secure
+        self._next: Callable[[], bool] = self._shake
 
     @property
     def is_pending(self) -> bool:
@@ -130,11 +130,6 @@ class Connection(ABC):
         if len(self.unsent) > _MAX_UNSENT_NBYTES:
             raise WireError("the peer does not read our answers")
         self.flush()
-
-    def _secure(self) -> bool:
-        self.channel.handshake()
-        self._next = self._shake
-        return True
 
     def _shake(self) -> bool:
         data = self.channel.recv(MAX_FRAME_NBYTES)

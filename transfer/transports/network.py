@@ -23,7 +23,7 @@ from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import Stream
-from transfer.transports.tls import Tls, TlsChannel
+from transfer.transports.tls import Tls, start_tls
 
 FURTHER_PATH_S = 2.0
 """How long a path is tried where another is connected already: one that swallows everything must not hold that up."""
@@ -89,13 +89,17 @@ class NetworkTransport(SocketTransport):
             if ip_address(host).is_unspecified:
                 raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
         self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
-        self._contexts = None if tls is None else (tls.context(server=False), tls.context(server=True))
+        self._tls = tls
+        if tls is not None:
+            tls.context(server=True)  # what is wrong with its files is said here
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> NetworkTransport:
         return cls(memory, options.identity, hosts=options.hosts, tls=options.tls, place=options.place)
 
     def _open(self) -> tuple[list[socket.socket], bytes]:
+        if self._tls is not None:
+            start_tls()
         listeners: list[socket.socket] = []
         try:
             listeners += map(_listener, self._hosts)
@@ -144,17 +148,18 @@ class NetworkTransport(SocketTransport):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
             else:
                 connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
-            if self._contexts:
-                channel = TlsChannel.connected(connection, self._contexts[0])
+            if self._tls is not None:
+                channel = self._tls.secure(connection, server=False)
             self._shake(channel, instance, deadline_at)
             return channel
-        except BaseException:
+        except Exception as error:
+            known = channel.why(error)
             channel.close()
-            raise
+            raise known from None
 
     def _admit(self, accepted: socket.socket) -> Channel:
         self._tune(accepted)
-        return TlsChannel.accepted(accepted, self._contexts[1]) if self._contexts else Channel(accepted)
+        return Channel(accepted) if self._tls is None else self._tls.secure(accepted, server=True)
 
     def _tune(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -185,7 +185,7 @@ class Receiver:
 
     def _read(self, connection: Connection) -> None:
         try:
-            while connection.step() or (connection.channel.pending and not connection.is_full):
+            while connection.step():
                 pass
         except BlockingIOError:
             pass
@@ -196,8 +196,6 @@ class Receiver:
             work()
             if connection.is_closed:
                 return
-            if connection.channel.pending and not connection.is_full:  # what waited because it was full
-                self._read(connection)
             wanted = 0 if connection.is_full else select.EPOLLIN
             if connection.unsent:
                 wanted |= select.EPOLLOUT
@@ -212,6 +210,7 @@ class Receiver:
             self._drop(connection, error)
 
     def _drop(self, connection: Connection, error: Exception) -> None:
+        error = connection.channel.why(error)
         if not isinstance(error, ConnectionError):  # peers come and go; a broken record of TLS is an OSError as well
             self._log(error)
         if not connection.is_closed:

@@ -317,6 +317,7 @@ class SendingPeer(Peer):
 
     def _drop(self, stream: Stream, error: Exception) -> None:
         """A stream broke: what it had not delivered goes to the others, if there are any."""
+        error = stream.channel.why(error)
         del self._streams[stream.descriptor]
         with contextlib.suppress(OSError):
             self._epoll.unregister(stream.descriptor)

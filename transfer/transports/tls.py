@@ -2,25 +2,37 @@
 
 Each side must show a certificate of the deployment's own authority; names in certificates are not looked at, since
 peers are known by address. The handshake of the shared secret runs inside as ever.
+
+A process of its own does it (`tls_relay.py`), one for each process that uses TLS: Python's `ssl` moves one record a
+call, and a call that needs the interpreter lock beside a busy Python thread waits 5 ms for it. What is said to that
+process over a Unix socket goes out over the TCP socket that it was handed.
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
+import itertools
+import json
+import os
 import socket
 import ssl
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
-from typing import Any
 
-from transfer.transports.base import TransferError
+from mooncake_connector.log import get_logger, log_once
+from transfer.transports import tls_relay
+from transfer.transports.base import TransferError, Unavailable
 from transfer.transports.channel import Channel
-from transfer.transports.vectors import Small, Vector
 
-_TURN_NBYTES = 1 << 20
-"""Moved in one step: what `Memory.revoke` may have to wait for."""
+logger = get_logger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_WELL_S = 60.0
+"""A process that lasted so long is started anew at once when it has ended."""
+_VARIABLES = ("LD_LIBRARY_PATH", "OPENSSL_CONF", "OPENSSL_MODULES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,100 +45,188 @@ class Tls:
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Raises TransferError for files that cannot be used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
         try:
-            context.load_cert_chain(self.certificate, self.key)
-            context.load_verify_locations(self.authority)
+            return tls_relay.make_context(self.certificate, self.key, self.authority, server=server)
         except (OSError, ValueError) as error:
             raise TransferError(
                 f"TLS files {self.certificate}, {self.key}, {self.authority} cannot be used: {error}"
             ) from error
-        return context
+
+    def secure(self, connection: socket.socket, *, server: bool) -> Channel:
+        """A channel over this TCP connection, which is closed here and goes on in the process that does TLS.
+
+        TLS's own handshake is under way then: where it fails, the channel ends. Raises Unavailable, OSError.
+        """
+        files = [os.path.abspath(path) for path in (self.certificate, self.key, self.authority)]
+        return _process.take(connection, files, server)
 
 
-class TlsChannel(Channel):
-    """See the module."""
+class SecuredChannel(Channel):
+    """The engine's end."""
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
-        super().__init__(connection)
-        self._tls = connection
+    def __init__(self, near: socket.socket, number: int, process: TlsProcess) -> None:
+        super().__init__(near)
+        self._number, self._process = number, process
 
-    @classmethod
-    def accepted(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsChannel:
-        """The server's side; `handshake` has to follow."""
-        connection.setblocking(False)
-        return cls(context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False))
+    def why(self, error: Exception) -> Exception:
+        return (self._process.said_of(self._number) or error) if isinstance(error, ConnectionError) else error
 
-    @classmethod
-    def connected(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsChannel:
-        """The client's side, after its handshake. Raises OSError."""
-        with _as_plain():
-            return cls(context.wrap_socket(connection))
+    def close(self) -> None:
+        self._process.forget(self._number)
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)  # a forked child may have a copy
+        except OSError:
+            pass
+        super().close()
 
-    def hurry(self) -> None:
-        self._tls.setblocking(False)
 
-    @property
-    def pending(self) -> bool:  # type: ignore[override]
-        return self._tls.pending() > 0
+class TlsProcess:
+    """The process that does TLS for this one, started when it is first needed. Safe to use from any thread."""
 
-    def handshake(self) -> None:
-        with _as_plain():
-            self._tls.do_handshake()
+    def __init__(self) -> None:
+        self._reset()
 
-    def recv(self, nbytes: int) -> bytes:
-        with _as_plain():
-            return self._tls.recv(nbytes)
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._numbers = itertools.count()
+        self._open: dict[int, OSError | None] = {}
+        """Connections by number, with what was said of their end."""
+        self._ended = ""
+        """How the last one ended."""
+        self._pause_s = self._not_before = 0.0
+        self._ends = 0
 
-    def sendall(self, data: bytes | array[int]) -> None:
-        with _as_plain():
-            self._tls.sendall(data)
+    def start(self) -> None:
+        """Where it is not there. Raises Unavailable."""
+        with self._lock:
+            self._running()
 
-    def send(self, data: bytes) -> int:
-        with _as_plain():
-            return self._tls.send(data)
+    def take(self, connection: socket.socket, files: list[str], server: bool) -> SecuredChannel:
+        """See `Tls.secure`."""
+        near, far = socket.socketpair()
+        try:
+            near.settimeout(connection.gettimeout())
+            with self._lock:
+                number = next(self._numbers)
+                self._hand_over(json.dumps([number, server, files]).encode(), [far.fileno(), connection.fileno()])
+                self._open[number] = None
+        except BaseException:
+            near.close()
+            raise
+        finally:
+            far.close()
+        connection.close()
+        return SecuredChannel(near, number, self)
 
-    def send_vector(self, vector: Vector) -> int:
-        return self._move(vector, self._tls.send)
+    def said_of(self, number: int) -> OSError | None:
+        """Why this connection ended, where that was told; it is told before the end is seen."""
+        with self._lock:
+            self._listen()
+            return self._open.get(number)
 
-    def fill(self, small: Small, start: int = 0) -> int:
-        with _as_plain():
-            return self._tls.recv_into(memoryview(small.bytes)[start:])
+    def forget(self, number: int) -> None:
+        """It is closed."""
+        with self._lock:
+            self._open.pop(number, None)
 
-    def fill_vector(self, vector: Vector) -> int:
-        return self._move(vector, self._tls.recv_into)
+    def take_ends(self) -> int:
+        """How often it ended by itself, since the last call."""
+        with self._lock:
+            ends, self._ends = self._ends, 0
+            return ends
 
-    def _move(self, vector: Vector, call: Callable[[Any], int]) -> int:
-        """One record of 16 KiB a call; the vector is told of whole pieces, which costs less."""
-        total, moved = 0, 1
-        while moved and vector.left and total < _TURN_NBYTES:
-            address, nbytes = next(vector.pieces())
-            piece = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            at = 0
+    def _hand_over(self, order: bytes, descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._running(), [order], descriptors)
+        except BlockingIOError:
+            raise Unavailable("the process that does TLS takes nothing more") from None
+        except (BrokenPipeError, ConnectionResetError):  # the thread that waits for its end does not know yet
+            self._drop()
+            socket.send_fds(self._running(), [order], descriptors)
+
+    def _running(self) -> socket.socket:
+        if self._control is None:
+            left_s = self._not_before - time.monotonic()
+            if left_s > 0:
+                raise Unavailable(f"the process that does TLS {self._ended}; it is started again in {left_s:.1f} s")
+            if not sys.executable:
+                raise Unavailable("no Python executable is known (sys.executable) to start the process that does TLS")
             try:
-                while moved and at < nbytes and total + at < _TURN_NBYTES:
-                    moved = call(piece[at:])
-                    at += moved
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                if not total + at:
-                    raise BlockingIOError from None
-                moved = 0
-            except ssl.SSLZeroReturnError:
-                raise ConnectionResetError("closed by the peer") from None
-            if at:
-                vector.advance(at)
-            total += at
-        return total
+                self._control = self._begin()
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                raise Unavailable(f"the process that does TLS cannot be started: {error}") from error
+        return self._control
+
+    def _begin(self) -> socket.socket:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        said = -1
+        try:
+            here.setblocking(False)
+            said = os.memfd_create("mooncake-tls")
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", tls_relay.__file__], stdin=there, stdout=said, stderr=said, cwd="/",
+                start_new_session=True, env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            )  # fmt: skip
+            watch = threading.Thread(
+                target=self._watch, args=(process, here, said), name="mooncake-tls-process", daemon=True
+            )
+            watch.start()  # where there is no thread for it the process ends with `here`
+        except BaseException:
+            here.close()
+            if said >= 0:
+                os.close(said)
+            raise
+        finally:
+            there.close()
+        return here
+
+    def _watch(self, process: subprocess.Popen[bytes], control: socket.socket, said: int) -> None:
+        began_s = time.monotonic()
+        status = process.wait()
+        with os.fdopen(said, "rb") as file:
+            file.seek(0)
+            last = (file.read(1 << 16).decode(errors="replace").strip().splitlines() or [""])[-1]
+        with self._lock:
+            self._ended = f"ended ({f'signal {-status}' if status < 0 else f'status {status}'}{last and ': ' + last})"
+            self._ends += 1
+            lasted = time.monotonic() - began_s > _WELL_S
+            self._not_before = 0.0 if lasted else time.monotonic() + self._pause_s
+            self._pause_s = 0.0 if lasted else min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            if self._control is control:
+                self._drop()
+            ended = self._ended
+        log_once(
+            "transfer.tls_process", "the process that does TLS %s: all connections with TLS are lost; the next one "
+            "starts another", ended, logger=logger,
+        )  # fmt: skip
+
+    def _drop(self) -> None:
+        self._listen()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def _listen(self) -> None:
+        """Take what it has said by now."""
+        while self._control is not None:
+            try:
+                said = self._control.recv(tls_relay.SAID_NBYTES)
+            except OSError:
+                return
+            if not said:
+                return
+            number, kind, code, text = json.loads(said)
+            if number in self._open:
+                self._open[number] = getattr(ssl, kind, OSError)(code, text)
+
+    def _after_fork_in_child(self) -> None:
+        """The child has another one, when it needs it; the parent's has to see when the parent ends."""
+        if self._control is not None:
+            self._control.close()
+        self._reset()  # the lock included: a thread that the child does not have may hold it
 
 
-@contextmanager
-def _as_plain() -> Iterator[None]:
-    try:
-        yield
-    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-        raise BlockingIOError from None
-    except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-        raise ConnectionResetError("closed by the peer") from None
+_process = TlsProcess()
+start_tls = _process.start
+os.register_at_fork(after_in_child=_process._after_fork_in_child)

@@ -141,7 +141,7 @@ class RdmaTransport(PullTransport, NetworkTransport):
             asked[part.number] = part
             channel.sendall(encoder.order(part))
         works = False
-        while asked and (not works or channel.pending):
+        while asked and not works:
             number, status = take_answer(channel, deadline_at, "our memory")
             answered = asked.pop(number, None)
             if answered is None:
