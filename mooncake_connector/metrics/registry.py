@@ -88,6 +88,10 @@ EVICTED = (
     ),
 )
 
+TLS_PROCESS_ENDS = _counter(
+    "tls_process_ends", "Times that the process that does TLS ended by itself, and what went over TLS with it", "how"
+)
+
 RAILS = (
     _counter("rail_bytes", "Bytes of KV that peers read over each port of an RDMA card of this host", "rail"),
     _counter("rail_direct_bytes", "Of rail_bytes, those that came straight from GPU memory (GPUDirect)", "rail"),
@@ -144,6 +148,7 @@ VLLM = (
         "transport_bytes", "Bytes of KV that were sent to decode instances, by transport", "transport", of="transports"
     ),
     *RAILS,
+    TLS_PROCESS_ENDS,
 )
 """Of a vLLM instance, over its workers. One label of its own at most: the key of a table in `ConnectorStats`."""
 
@@ -175,6 +180,7 @@ SGLANG = (
     FETCH_DURATION,
     _counter("transport_bytes", "KV sent, by transport", "transport"),
     *RAILS,
+    TLS_PROCESS_ENDS,
 )
 """Of an SGLang instance, over its ranks."""
 

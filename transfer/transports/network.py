@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
 from typing import Annotated, ClassVar
@@ -23,7 +23,7 @@ from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import Stream
-from transfer.transports.tls import Tls, start_tls
+from transfer.transports.tls import Tls, start_tls, take_ends_of_tls
 
 FURTHER_PATH_S = 2.0
 """How long a path is tried where another is connected already: one that swallows everything must not hold that up."""
@@ -97,6 +97,10 @@ class NetworkTransport(SocketTransport):
     def make(cls, memory: Memory, options: TransportOptions) -> NetworkTransport:
         return cls(memory, options.identity, hosts=options.hosts, tls=options.tls, place=options.place)
 
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        ends = take_ends_of_tls() if self._tls is not None else {}
+        return {"tls_process_ends": ends} if ends else {}
+
     def _open(self) -> tuple[list[socket.socket], bytes]:
         if self._tls is not None:
             start_tls()
@@ -147,7 +151,8 @@ class NetworkTransport(SocketTransport):
             if is_loopback(target[0]):  # more would fall out of the processor's cache before it is received
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
             else:
-                connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
+                unsent_nbytes = _UNSENT_NBYTES // (1 if self._tls is None else 2)  # the rest waits before it is encrypted
+                connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
             if self._tls is not None:
                 channel = self._tls.secure(connection, server=False)
             self._shake(channel, instance, deadline_at)

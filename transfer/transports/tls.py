@@ -20,6 +20,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake_connector.log import get_logger, log_once
@@ -32,6 +34,7 @@ logger = get_logger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _WELL_S = 60.0
 """A process that lasted so long is started anew at once when it has ended."""
+_ENDED = "the process that does TLS on this side has ended"
 _VARIABLES = ("LD_LIBRARY_PATH", "OPENSSL_CONF", "OPENSSL_MODULES")
 
 
@@ -95,7 +98,7 @@ class TlsProcess:
         self._ended = ""
         """How the last one ended."""
         self._pause_s = self._not_before = 0.0
-        self._ends = 0
+        self._ends: Counter[str] = Counter()
 
     def start(self) -> None:
         """Where it is not there. Raises Unavailable."""
@@ -104,18 +107,18 @@ class TlsProcess:
 
     def take(self, connection: socket.socket, files: list[str], server: bool) -> SecuredChannel:
         """See `Tls.secure`."""
-        near, far = socket.socketpair()
-        try:
-            near.settimeout(connection.gettimeout())
-            with self._lock:
+        with self._lock:  # a child that is forked meanwhile would keep the other end open
+            near, far = socket.socketpair()
+            try:
+                near.settimeout(connection.gettimeout())
                 number = next(self._numbers)
                 self._hand_over(json.dumps([number, server, files]).encode(), [far.fileno(), connection.fileno()])
-                self._open[number] = None
-        except BaseException:
-            near.close()
-            raise
-        finally:
-            far.close()
+            except BaseException:
+                near.close()
+                raise
+            finally:
+                far.close()
+            self._open[number] = None
         connection.close()
         return SecuredChannel(near, number, self)
 
@@ -130,10 +133,10 @@ class TlsProcess:
         with self._lock:
             self._open.pop(number, None)
 
-    def take_ends(self) -> int:
-        """How often it ended by itself, since the last call."""
+    def take_ends(self) -> Mapping[str, int]:
+        """How often it ended by itself since the last call, by its signal or exit status."""
         with self._lock:
-            ends, self._ends = self._ends, 0
+            ends, self._ends = self._ends, Counter()
             return ends
 
     def _hand_over(self, order: bytes, descriptors: list[int]) -> None:
@@ -188,14 +191,14 @@ class TlsProcess:
             file.seek(0)
             last = (file.read(1 << 16).decode(errors="replace").strip().splitlines() or [""])[-1]
         with self._lock:
-            self._ended = f"ended ({f'signal {-status}' if status < 0 else f'status {status}'}{last and ': ' + last})"
-            self._ends += 1
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            self._ends[how] += 1
+            ended = self._ended = f"ended ({how}{last and ': ' + last})"
             lasted = time.monotonic() - began_s > _WELL_S
             self._not_before = 0.0 if lasted else time.monotonic() + self._pause_s
             self._pause_s = 0.0 if lasted else min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
             if self._control is control:
                 self._drop()
-            ended = self._ended
         log_once(
             "transfer.tls_process", "the process that does TLS %s: all connections with TLS are lost; the next one "
             "starts another", ended, logger=logger,
@@ -215,18 +218,30 @@ class TlsProcess:
             except OSError:
                 return
             if not said:
+                for number, known in self._open.items():
+                    self._open[number] = known or ConnectionResetError(errno.ECONNRESET, _ENDED)
                 return
             number, kind, code, text = json.loads(said)
             if number in self._open:
                 self._open[number] = getattr(ssl, kind, OSError)(code, text)
 
-    def _after_fork_in_child(self) -> None:
+    def before_fork(self) -> None:
+        self._lock.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
         """The child has another one, when it needs it; the parent's has to see when the parent ends."""
         if self._control is not None:
             self._control.close()
-        self._reset()  # the lock included: a thread that the child does not have may hold it
+        self._reset()
 
 
 _process = TlsProcess()
-start_tls = _process.start
-os.register_at_fork(after_in_child=_process._after_fork_in_child)
+start_tls, take_ends_of_tls = _process.start, _process.take_ends
+os.register_at_fork(
+    before=_process.before_fork,
+    after_in_parent=_process.after_fork_in_parent,
+    after_in_child=_process.after_fork_in_child,
+)

@@ -98,7 +98,7 @@ class RdmaTransport(PullTransport, NetworkTransport):
         return self._device is not None and self._device.cover(addresses, nbytes)
 
     def take_counts(self) -> Mapping[str, Mapping[str, int]]:
-        return self._counts.take()
+        return {**super().take_counts(), **self._counts.take()}
 
     def close(self) -> None:
         super().close()

@@ -1,0 +1,302 @@
+"""What the process that does TLS does with one connection, between an engine's socket and a network's."""
+
+import errno
+import resource
+import select
+import socket
+import ssl
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+from certificates import CAN_MAKE, make_certificate
+from simulated.waiting import wait_for
+
+from transfer.transports import tls_relay
+from transfer.transports.tls_relay import CHUNK_NBYTES, Relayed, make_context
+
+pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
+
+MIB = 1 << 20
+MUCH = b"0123456789abcdef" * (MIB // 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("ours"))
+
+
+class Ends:
+    """A relayed connection; `engine` and `network` are its sockets, `outcome` has what `run` raised."""
+
+    def __init__(self, files, server=True):
+        self.engine, plain = socket.socketpair()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.network = socket.create_connection(listener.getsockname())
+            wire, _ = listener.accept()
+        for end in (self.engine, self.network):
+            end.settimeout(60)
+        self.relayed = Relayed(plain, wire, make_context(**files, server=server), server=server)
+        self.outcome = []
+        self.turns = 0
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self):
+        ready = self.relayed._ready
+
+        def counted():
+            self.turns += 1
+            return ready()
+
+        self.relayed._ready = counted
+        try:
+            self.relayed.run()
+            self.outcome.append(None)
+        except OSError as error:
+            self.outcome.append(error)
+        self.relayed.close()
+
+    def peer(self, files, server=False, **options):
+        """The network's end, as Python's own TLS has it."""
+        context = make_context(**files, server=server)
+        self.network = context.wrap_socket(self.network, server_side=server, suppress_ragged_eofs=False, **options)
+        wait_for(lambda: self.relayed._room)
+        return self.network
+
+    def ended(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return self.outcome[0]
+
+    def rests(self):
+        """Whether its thread waits, however often it is looked."""
+        before = self.turns
+        time.sleep(0.2)
+        return self.turns - before < 5
+
+
+@contextmanager
+def relayed(files, **options):
+    ends = Ends(files, **options)
+    try:
+        yield ends
+    finally:
+        ends.engine.close()
+        ends.network.close()
+        ends.thread.join(60)
+
+
+def read(end, nbytes):
+    """As many bytes, or those up to the end."""
+    data = bytearray()
+    while len(data) < nbytes and (more := end.recv(min(MIB, nbytes - len(data)))):
+        data += more
+    return bytes(data)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_both_ways_go_on_at_the_same_time(files, server):
+    with relayed(files, server=server) as ends:
+        peer = ends.peer(files, server=not server)
+        sending = [threading.Thread(target=end.sendall, args=(MUCH,)) for end in (ends.engine,)]
+        for thread in sending:
+            thread.start()
+        assert read(peer, len(MUCH)) == MUCH
+        echo = threading.Thread(target=peer.sendall, args=(MUCH,))
+        echo.start()
+        assert read(ends.engine, len(MUCH)) == MUCH
+        for thread in (*sending, echo):
+            thread.join()
+
+
+def test_who_reads_nothing_holds_up_the_other_way_for_nobody_and_costs_little(files):
+    """The engine first, then the peer; each writes until nothing more is taken, while nobody reads."""
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        filled = []
+        for end in (ends.engine, peer):
+            end.settimeout(0.3)
+            with suppress(TimeoutError, ssl.SSLWantWriteError):
+                while True:
+                    filled.append(end.send(MUCH[:CHUNK_NBYTES]))
+            end.settimeout(60)
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 16 * MIB
+        assert len(ends.relayed._cipher) < 2 * CHUNK_NBYTES and len(ends.relayed._clear) < 2 * CHUNK_NBYTES
+        assert ends.rests()
+        assert read(peer, MIB) and read(ends.engine, CHUNK_NBYTES)
+
+
+def test_what_was_said_before_the_engine_closed_arrives_and_the_end_is_one(files):
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        sending = threading.Thread(target=lambda: (ends.engine.sendall(MUCH), ends.engine.close()))
+        sending.start()
+        assert read(peer, len(MUCH) + 1) == MUCH
+        with suppress(ssl.SSLZeroReturnError):
+            assert peer.recv(1) == b"", "close_notify came: anything else raises"
+        peer.close()
+        sending.join()
+        assert ends.ended() is None
+
+
+def test_what_is_left_when_the_engine_has_closed_is_sent_for_a_time_only(files, monkeypatch):
+    monkeypatch.setattr(tls_relay, "FAREWELL_S", 0.5)
+    with relayed(files) as ends:
+        ends.peer(files)
+        ends.engine.settimeout(0.3)
+        with suppress(TimeoutError):
+            ends.engine.sendall(MUCH * 4)
+        ends.engine.close()
+        wait_for(lambda: ends.relayed._plain in ends.relayed._gone)
+        assert ends.rests() or ends.outcome
+        assert ends.ended() is None
+
+
+def test_a_peer_that_does_not_close_is_waited_for_for_a_time_only(files, monkeypatch):
+    monkeypatch.setattr(tls_relay, "FAREWELL_S", 0.5)
+    with relayed(files) as ends:
+        ends.peer(files)
+        ends.engine.close()
+        assert ends.ended() is None
+
+
+def test_an_end_of_the_peer_is_an_end_and_the_engine_may_still_speak(files):
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        peer.sendall(b"last words")
+        with suppress(ssl.SSLError, OSError):
+            peer.setblocking(False)
+            peer.unwrap()
+        assert read(ends.engine, 100) == b"last words"
+        ends.engine.sendall(b"answer")
+        ends.engine.close()
+        assert ends.ended() is None
+
+
+def test_a_connection_that_is_cut_off_is_an_error_after_what_came_before(files):
+    """TLS did not say that it ends. Negative control: the test above."""
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        peer.sendall(b"last words")
+        raw = socket.socket(fileno=peer.detach())
+        raw.shutdown(socket.SHUT_WR)
+        assert read(ends.engine, 100) == b"last words"
+        error = ends.ended()
+        raw.close()
+        assert isinstance(error, ConnectionResetError) and "cut off" in error.strerror
+
+
+def test_a_forged_record_is_an_error_after_what_came_before(files):
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        peer.sendall(b"right")
+        raw = socket.socket(fileno=peer.detach())
+        raw.sendall(b"\x17\x03\x03\x00\x40" + bytes(64))
+        assert read(ends.engine, 100) == b"right"
+        error = ends.ended()
+        assert isinstance(error, ssl.SSLError) and "bad record mac" in error.strerror.replace("_", " ").lower()
+        raw.close()
+
+
+def test_the_engine_may_read_late_and_gets_all_of_what_came_before_a_reset(files):
+    """And the thread sleeps meanwhile, though the network's end is gone."""
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        peer.settimeout(0.3)
+        sent = 0
+        with suppress(TimeoutError, ssl.SSLWantWriteError):
+            while True:
+                sent += peer.send(MUCH[:CHUNK_NBYTES])
+        raw = socket.socket(fileno=peer.detach())
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        raw.close()
+        wait_for(lambda: ends.relayed._wire in ends.relayed._gone)
+        assert ends.rests()
+        got = read(ends.engine, 100 * MIB)
+        assert MUCH.startswith(got[:CHUNK_NBYTES]) and CHUNK_NBYTES <= len(got) <= sent
+        assert isinstance(ends.ended(), ConnectionError)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01" + bytes(511), b"\xff" * 4096])
+def test_what_is_no_tls_ends_with_a_reason(files, said):
+    with relayed(files) as ends:
+        ends.network.sendall(said)
+        assert isinstance(ends.ended(), ssl.SSLError)
+        assert ends.engine.recv(1) == b""
+
+
+def test_an_engine_that_gives_up_in_mid_handshake_ends_it_at_once(files):
+    with relayed(files) as ends:
+        ends.network.sendall(b"\x16\x03\x01")
+        ends.engine.close()
+        assert ends.ended().errno == errno.ECONNABORTED
+        assert ends.network.recv(1) == b""
+
+
+def test_bytes_that_trickle_in_are_put_together(files):
+    with relayed(files) as ends, socket.create_server(("127.0.0.1", 0)) as between:
+        outer = socket.create_connection(between.getsockname())
+        inner, _ = between.accept()
+        network, ends.network = ends.network, outer
+
+        def trickle(source, target, step):
+            with suppress(OSError):
+                while data := source.recv(65536):
+                    for at in range(0, len(data), step):
+                        target.sendall(data[at : at + step])
+
+        for pair in ((inner, network, 97), (network, inner, 65536)):
+            threading.Thread(target=trickle, args=pair, daemon=True).start()
+        network.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = ends.peer(files)
+        data = MUCH[: 3 * CHUNK_NBYTES + 5]
+        peer.sendall(data)
+        assert read(ends.engine, len(data)) == data
+        ends.engine.sendall(b"thanks")
+        assert read(peer, 6) == b"thanks"
+        network.close()
+
+
+def test_keys_may_change_in_the_middle(files, tmp_path):
+    """`openssl s_client` asks for that: the answer is a message of TLS's own, which the engine does not see."""
+    import subprocess
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        command = ["openssl", "s_client", "-connect", address, "-cert", files["certificate"], "-key", files["key"]]
+        with subprocess.Popen([*command, "-quiet", "-no_ign_eof"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL) as client:
+            wire, _ = listener.accept()
+            engine, plain = socket.socketpair()
+            connection = Relayed(plain, wire, make_context(**files, server=True), server=True)
+            thread = threading.Thread(target=lambda: suppress(OSError).__enter__() or connection.run())
+            thread.start()
+            engine.settimeout(60)
+            for line in (b"one\n", b"K\n", b"two\n"):
+                client.stdin.write(line)
+                client.stdin.flush()
+                time.sleep(0.1)
+            assert read(engine, 8) == b"one\ntwo\n"
+            engine.sendall(b"three\n")
+            assert client.stdout.readline() == b"three\n"
+            client.stdin.close()
+            engine.close()
+            thread.join(60)
+
+
+def test_polling_sees_an_engine_that_closes_while_it_is_written_to(files):
+    """The bytes that it does not want any more are dropped, and the peer is not held up."""
+    with relayed(files) as ends:
+        peer = ends.peer(files)
+        sending = threading.Thread(target=lambda: suppress(OSError).__enter__() or peer.sendall(MUCH))
+        sending.start()
+        assert read(ends.engine, 1000)
+        ends.engine.close()
+        wait_for(lambda: ends.relayed._is_left)
+        sending.join(60)
+        assert not sending.is_alive()
+        peer.close()
+        ends.ended()
