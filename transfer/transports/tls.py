@@ -101,7 +101,7 @@ class TlsProcess:
         self._ends: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Where it is not there. Raises Unavailable."""
+        """See `start_tls`."""
         with self._lock:
             self._running()
 
@@ -134,7 +134,7 @@ class TlsProcess:
             self._open.pop(number, None)
 
     def take_ends(self) -> Mapping[str, int]:
-        """How often it ended by itself since the last call, by its signal or exit status."""
+        """See `take_ends_of_tls`."""
         with self._lock:
             ends, self._ends = self._ends, Counter()
             return ends
@@ -239,9 +239,18 @@ class TlsProcess:
 
 
 _process = TlsProcess()
-start_tls, take_ends_of_tls = _process.start, _process.take_ends
 os.register_at_fork(
-    before=_process.before_fork,
-    after_in_parent=_process.after_fork_in_parent,
-    after_in_child=_process.after_fork_in_child,
+    before=lambda: _process.before_fork(),
+    after_in_parent=lambda: _process.after_fork_in_parent(),
+    after_in_child=lambda: _process.after_fork_in_child(),
 )
+
+
+def start_tls() -> None:
+    """Start the process that does TLS where it is not there. Raises Unavailable."""
+    _process.start()
+
+
+def take_ends_of_tls() -> Mapping[str, int]:
+    """How often it ended by itself since the last call, by its signal or exit status."""
+    return _process.take_ends()
