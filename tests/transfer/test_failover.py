@@ -1,5 +1,6 @@
 """Several paths between two hosts: all carry, and one that dies costs nothing but its share."""
 
+import json
 import os
 import shutil
 import socket
@@ -207,13 +208,14 @@ from transfer.transports.base import Grant
 from transfer.control.handshake import Identity
 from transfer.transports.memory import Memory
 from transfer.transports.tcp import TcpTransport
+from transfer.transports.tls import Tls
 from transfer.testing.memory import Buffer, int64
 from transfer.testing.waiting import outcome_of
 
 NBYTES = 256 << 20
-hosts = sys.argv[2].split(",")
-memory = Memory()
-transport = TcpTransport(memory, Identity(b"sixteen bytes or more"), hosts=hosts, streams=1, lost_after_s=1.0)
+hosts, files = sys.argv[2].split(","), json.loads(sys.argv[3])
+memory, options = Memory(), {"streams": 1, "lost_after_s": 1.0, "tls": Tls(**files) if files else None}
+transport = TcpTransport(memory, Identity(b"sixteen bytes or more"), hosts=hosts, **options)
 buffer = Buffer(NBYTES, seed=1 if sys.argv[1] == "send" else None)
 memory.register(buffer.address, NBYTES)
 if sys.argv[1] == "receive":
@@ -248,15 +250,17 @@ def network():
 
 
 @pytest.mark.slow
-def test_a_link_cut_in_mid_transfer_loses_nothing(network):
+@pytest.mark.parametrize("is_secured", [False, pytest.param(True, marks=needs_certificates)])
+def test_a_link_cut_in_mid_transfer_loses_nothing(network, tmp_path, is_secured):
     """No reset, no error: the link takes nothing any more."""
+    files = json.dumps(make_certificate(tmp_path) if is_secured else None)
     for number in (1, 2):
         limit = "tbf rate 1gbit burst 256kb latency 50ms"
         run(f"ip netns exec {network['a']} tc qdisc add dev {network['v']}{number} root {limit}")
     inside = [["ip", "netns", "exec", network[side], sys.executable, "-c", PROGRAM] for side in "ba"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": "/"}
-    with subprocess.Popen([*inside[0], "receive", RECEIVING], **pipes) as receiver:
-        with subprocess.Popen([*inside[1], "send", SENDING], **pipes) as sender:
+    with subprocess.Popen([*inside[0], "receive", RECEIVING, files], **pipes) as receiver:
+        with subprocess.Popen([*inside[1], "send", SENDING, files], **pipes) as sender:
             sender.stdin.write(receiver.stdout.readline())
             sender.stdin.flush()
             assert sender.stdout.readline() == "2\n"

@@ -1,12 +1,10 @@
 """Fetches that end when the test lets them: who waits for them, and who does not."""
 
-import ctypes
 import threading
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from certificates import CAN_MAKE, make_certificate
 from simulated.waiting import wait_for
 
 from transfer.testing.memory import MIB, Buffer, int64
@@ -17,7 +15,6 @@ from transfer.transports.local import LocalTransport
 from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkTransport
 from transfer.transports.pull import Fetcher, PullEncoder, PullTransport
-from transfer.transports.tls import Tls
 from transfer.transports.vectors import copy_in
 from transfer.transports.wire import CopyStatus
 
@@ -167,34 +164,6 @@ def test_what_a_peer_asks_beyond_a_number_waits_on_its_side(pair, monkeypatch):
         assert len(gate.fetches) == min(2, 5 - done)
         gate.end()
     assert all(outcome_of(write).ok for write in writes) and pair.receiver.log.count("start") == 5
-
-
-@pytest.mark.skipif(not CAN_MAKE, reason="certificates are made with openssl")
-def test_what_waits_within_tls_is_held_back_as_well_and_taken_later(stack, monkeypatch, tmp_path):
-    """Two orders in one record: polling the socket does not show the second one."""
-    monkeypatch.setattr(Gate, "max_under_way", 1)
-    pair = Pair(stack, FarGated, tls=Tls(**make_certificate(tmp_path)))
-    (stream,) = pair.peers[0]._streams.values()
-    record = bytearray()
-
-    def send_both(vector):
-        nbytes = vector.left
-        for address, size in vector.pieces():
-            record.extend(ctypes.string_at(address, size))
-        vector.advance(nbytes)
-        if len(record) > nbytes:
-            stream.channel.sendall(record)
-        return nbytes
-
-    monkeypatch.setattr(stream.channel, "send_vector", send_both)
-    writes = [pair.write(number) for number in range(2)]
-    gate = pair.gate()
-    beside = pair.write(2, peer=1)
-    pair.gate(peer=1).end()
-    assert outcome_of(beside).ok and len(gate.fetches) == 1
-    for write in writes:
-        pair.gate().end()
-        assert outcome_of(write).ok
 
 
 def test_a_grant_ends_after_the_fetches_that_hold_it(pair):

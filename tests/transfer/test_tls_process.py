@@ -1,6 +1,6 @@
-"""The process that does TLS: it may be killed, stopped or never start, and goes when the process goes that it serves."""
+"""The process that does TLS may be killed, stopped or never start, and goes with the process that it serves."""
 
-import errno
+import json
 import logging
 import os
 import random
@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from certificates import CAN_MAKE, make_certificate
 from simulated.waiting import wait_for
@@ -58,7 +57,7 @@ def helpers(pid=None):
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            name, _, rest = status.read_text().rpartition(")")
+            _, _, rest = status.read_text().rpartition(")")
             is_ours = "tls_relay.py" in (status.parent / "cmdline").read_text() or rest.split()[0] == "Z"
             if is_ours and int(rest.split()[1]) == (pid or os.getpid()):
                 found.append(int(status.parent.name))
@@ -117,7 +116,7 @@ def test_killed_at_any_moment_it_costs_its_streams_and_nothing_hangs(stack, file
     pair, outcomes = Pair(stack, files), []
     moments = random.Random(1)
     for _ in range(times):
-        peer = pair.connect()
+        pair.connect()
         completion = pair.write()
         time.sleep(moments.random() * 0.15)
         found = helpers() if side == "sender" else helpers(pair.other.process.pid)
@@ -126,7 +125,7 @@ def test_killed_at_any_moment_it_costs_its_streams_and_nothing_hangs(stack, file
                 os.kill(pid, signal.SIGKILL)
         outcome = outcome_of(completion)
         assert outcome.ok or outcome.cause is Cause.PEER_LOST, outcome
-        wait_for(lambda: not peer.alive)
+        wait_for(lambda: not pair.peer.alive)
         outcomes.append(outcome.cause)
     assert Cause.PEER_LOST in outcomes
     pair.connect()
@@ -134,20 +133,36 @@ def test_killed_at_any_moment_it_costs_its_streams_and_nothing_hangs(stack, file
     wait_for(lambda: len(helpers()) == 1)  # none is left that nobody has waited for
 
 
-def test_its_end_is_counted_logged_once_and_told_to_who_writes(stack, files, caplog):
+def test_its_end_is_counted_and_logged_once(stack, files, caplog):
     pair = Pair(stack, files)
     for _ in range(3):
-        peer = pair.connect()
+        pair.connect()
         os.kill(running(), signal.SIGKILL)
-        wait_for(lambda: not peer.alive)
-        outcome = outcome_of(pair.write())
-        assert outcome.cause is Cause.PEER_LOST and "the process that does TLS on this side has ended" in outcome.detail
+        wait_for(lambda: not pair.peer.alive)
+        assert outcome_of(pair.write()).cause is Cause.PEER_LOST
         wait_for(lambda: not helpers())
     wait_for(lambda: sum(tls_._process._ends.values()) == 3)
     assert [record.getMessage() for record in caplog.records].count(
         "the process that does TLS ended (signal 9): all connections with TLS are lost; the next one starts another"
     ) == 1
     assert pair.sender.take_counts() == {"tls_process_ends": {"signal 9": 3}} and pair.sender.take_counts() == {}
+
+
+def test_its_end_is_the_reason_of_what_it_took_along_and_of_nothing_later(files):
+    """Negative control: another connection, over the next one."""
+    connections = [socket.socketpair() for _ in range(2)]
+    lost = Tls(**files).secure(connections[0][0], server=True)
+    os.kill(running(), signal.SIGKILL)
+    assert lost.recv(1) == b""
+    wait_for(lambda: not helpers() and tls_._process._control is None)
+    later = Tls(**files).secure(connections[1][0], server=True)
+    end = ConnectionResetError("closed by the peer")
+    assert "the process that does TLS on this side has ended" in str(lost.why(end))
+    assert later.why(end) is end and lost.why(ValueError("ours")).args == ("ours",)
+    for channel, (_, far) in zip((lost, later), connections, strict=True):
+        channel.close()
+        far.close()
+    assert not tls_._process._open
 
 
 def test_one_that_ends_again_and_again_is_started_ever_more_rarely(monkeypatch, tmp_path, files):
@@ -229,8 +244,6 @@ if how != "exit":
 
 @contextmanager
 def engine(pair, files, how):
-    import json
-
     said = json.dumps([files, pair.endpoint.hex(), pair.grant.key.hex(), pair.grant.addresses.item(), how])
     command = [sys.executable, "-c", PROGRAM, said]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
@@ -429,7 +442,7 @@ def test_strangers_leave_nothing_in_it(stack, files):
 
 
 def test_it_inherits_nothing_but_its_control_socket(stack, files, tmp_path):
-    secret = stack.enter_context(open(tmp_path / "secret", "w"))
+    secret = stack.enter_context((tmp_path / "secret").open("w"))
     os.set_inheritable(secret.fileno(), True)
     tls_._process.start()
     helper = running()
@@ -437,5 +450,5 @@ def test_it_inherits_nothing_but_its_control_socket(stack, files, tmp_path):
     named = [os.readlink(f"/proc/{helper}/fd/{one}") for one in os.listdir(f"/proc/{helper}/fd")]
     assert sorted(one.split(":")[0] for one in named) == ["/memfd", "/memfd", "socket"]
     environment = Path(f"/proc/{helper}/environ").read_bytes()
-    assert b"PATH=" not in environment.replace(b"LD_LIBRARY_PATH=", b"")
-    assert np.all([errno.ESRCH]) and os.getsid(helper) == helper
+    assert {line.split(b"=")[0].decode() for line in environment.split(b"\0") if line} <= set(tls_._VARIABLES)
+    assert os.getsid(helper) == helper

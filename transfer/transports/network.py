@@ -151,7 +151,8 @@ class NetworkTransport(SocketTransport):
             if is_loopback(target[0]):  # more would fall out of the processor's cache before it is received
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
             else:
-                unsent_nbytes = _UNSENT_NBYTES // (1 if self._tls is None else 2)  # the rest waits before it is encrypted
+                # With TLS about half of it waits before it is encrypted.
+                unsent_nbytes = _UNSENT_NBYTES if self._tls is None else _UNSENT_NBYTES // 2
                 connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
             if self._tls is not None:
                 channel = self._tls.secure(connection, server=False)

@@ -10,6 +10,7 @@ process over a Unix socket goes out over the TCP socket that it was handed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -76,10 +77,8 @@ class SecuredChannel(Channel):
 
     def close(self) -> None:
         self._process.forget(self._number)
-        try:
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # a forked child may have a copy
-        except OSError:
-            pass
         super().close()
 
 
@@ -217,7 +216,7 @@ class TlsProcess:
                 said = self._control.recv(tls_relay.SAID_NBYTES)
             except OSError:
                 return
-            if not said:
+            if not said:  # this may come after the ends of the connections, whose reason nobody knows then
                 for number, known in self._open.items():
                     self._open[number] = known or ConnectionResetError(errno.ECONNRESET, _ENDED)
                 return

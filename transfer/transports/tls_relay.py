@@ -299,7 +299,7 @@ class Relay:
         """Say why before the engine sees that it ended."""
         if error is not None:
             kind = next((name for name in SSL_KINDS if isinstance(error, getattr(ssl, name))), "OSError")
-            text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             said = json.dumps([number, kind, getattr(error, "errno", None) or errno.EIO, text[:1000]])
             with contextlib.suppress(OSError):  # nobody is there any more
                 self._control.send(said.encode(), socket.MSG_DONTWAIT)
