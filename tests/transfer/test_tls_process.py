@@ -441,14 +441,21 @@ def test_strangers_leave_nothing_in_it(stack, files):
     assert sender.connect(listener.listen(), deadline_s=60).alive
 
 
+def open_files(pid):
+    found = []
+    for one in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{one}").split(":")[0])
+    return sorted(found)
+
+
 def test_it_inherits_nothing_but_its_control_socket(stack, files, tmp_path):
     secret = stack.enter_context((tmp_path / "secret").open("w"))
     os.set_inheritable(secret.fileno(), True)
     tls_._process.start()
     helper = running()
-    wait_for(lambda: "ssl" in Path(f"/proc/{helper}/maps").read_text())
-    named = [os.readlink(f"/proc/{helper}/fd/{one}") for one in os.listdir(f"/proc/{helper}/fd")]
-    assert sorted(one.split(":")[0] for one in named) == ["/memfd", "/memfd", "socket"]
+    wait_for(lambda: "_ssl" in Path(f"/proc/{helper}/maps").read_text())  # it runs
+    wait_for(lambda: open_files(helper) == ["/memfd", "/memfd", "socket"])  # and has opened what it imports
     environment = Path(f"/proc/{helper}/environ").read_bytes()
     assert {line.split(b"=")[0].decode() for line in environment.split(b"\0") if line} <= set(tls_._VARIABLES)
     assert os.getsid(helper) == helper

@@ -214,8 +214,10 @@ class TlsProcess:
         while self._control is not None:
             try:
                 said = self._control.recv(tls_relay.SAID_NBYTES)
-            except OSError:
+            except BlockingIOError:
                 return
+            except OSError:  # it had not read all that it was told
+                said = b""
             if not said:  # this may come after the ends of the connections, whose reason nobody knows then
                 for number, known in self._open.items():
                     self._open[number] = known or ConnectionResetError(errno.ECONNRESET, _ENDED)

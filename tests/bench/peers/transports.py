@@ -29,6 +29,7 @@ from mooncake_connector.cli.bench.transfer import ALONE, certificate
 from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, TLS, Far, far_process
 from mooncake_connector.cli.bench.transfer_libraries import LIBRARIES, Alone
 from mooncake_connector.cli.bench.transfer_scale import Scale
+from mooncake_connector.deploy.keeper import children_of
 from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions
 from transfer.transports.memory import Memory
@@ -66,7 +67,7 @@ class Figures:
     scattered_s: float
     large_s: float
     cpu_s: float
-    """Of both processes, for all of the large pieces."""
+    """Of both processes and those that do TLS for them, for all of the large pieces."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,12 @@ def _in_turn(calls: Mapping[str, Mapping[str, Call]], pid: int, scale: Transport
 
 
 def _cpu_s(pid: int) -> float:
-    """Of this process and the other one."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return time.process_time() + (int(fields[11]) + int(fields[12])) * _TICK_S
+    """Of this process and the other one, and of what these have started: what does TLS for them."""
+    ticks = 0
+    for one in {pid} | children_of({pid, os.getpid()}):
+        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks * _TICK_S
 
 
 def _quantile(values: list[float], quantile: float) -> float:
