@@ -271,6 +271,41 @@ def test_when_the_engine_ends_in_mid_transfer_so_does_it_and_nothing_crashes(sta
             wait_for(lambda helper=helper: not is_there(helper))
 
 
+LAST_WORDS = """
+import json, socket, sys
+from transfer.transports.tls import Tls
+
+files, port, nbytes = json.loads(sys.argv[1])
+channel = Tls(**files).secure(socket.create_connection(("127.0.0.1", port)), server=False)
+channel.sendall(bytes(nbytes))
+assert channel.recv(1) == b"k"
+channel.sendall(b"last words" * 5000)
+"""
+
+
+@pytest.mark.slow
+def test_what_the_engine_said_before_it_ended_still_arrives(files):
+    """To a peer that reads slowly, and takes the end for one."""
+    context = tls_relay.make_context(**files, server=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        said = json.dumps([files, listener.getsockname()[1], 4 * MIB])
+        with subprocess.Popen([sys.executable, "-c", LAST_WORDS, said], cwd="/") as process:
+            accepted, _ = listener.accept()
+            accepted.settimeout(60)
+            peer = context.wrap_socket(accepted, server_side=True, suppress_ragged_eofs=False)
+            left = 4 * MIB
+            while left:
+                left -= len(peer.recv(left))
+            peer.sendall(b"k")
+            assert process.wait(60) == 0
+            last = b""
+            while more := peer.recv(16384):
+                last += more
+                time.sleep(0.01)
+            assert last == b"last words" * 5000
+            peer.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "fork"])
 def test_when_the_engine_is_killed_it_goes_also_where_a_forked_child_lives_on(stack, files, how):

@@ -130,6 +130,7 @@ class TlsProcess:
     def forget(self, number: int) -> None:
         """It is closed."""
         with self._lock:
+            self._listen()  # what is said of closed ones must not fill the socket
             self._open.pop(number, None)
 
     def take_ends(self) -> Mapping[str, int]:
@@ -167,8 +168,9 @@ class TlsProcess:
             here.setblocking(False)
             said = os.memfd_create("mooncake-tls")
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", tls_relay.__file__], stdin=there, stdout=said, stderr=said, cwd="/",
-                start_new_session=True, env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+                [sys.executable, "-I", "-S", tls_relay.__file__],
+                stdin=there.fileno(), stdout=said, stderr=said, cwd="/", start_new_session=True,
+                env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
             )  # fmt: skip
             watch = threading.Thread(
                 target=self._watch, args=(process, here, said), name="mooncake-tls-process", daemon=True

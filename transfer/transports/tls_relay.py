@@ -96,8 +96,6 @@ class Relayed:
             self._wire.send(self._cipher)
         with contextlib.suppress(OSError):
             self._wire.recv(CHUNK_NBYTES)  # what is not read when it is closed would take that away
-        with contextlib.suppress(OSError):
-            self._plain.shutdown(socket.SHUT_RDWR)  # a forked child of the engine may have its end as well
         self._plain.close()
         self._wire.close()
 
@@ -117,8 +115,8 @@ class Relayed:
         takes_plain = bool(self._room) and is_whole and not self._cipher and not self._is_left
         takes_wire = not self._clear and not self._is_ended
         wanted = {
-            self._plain: takes_plain * select.POLLIN | bool(self._clear) * select.POLLOUT,
-            self._wire: takes_wire * select.POLLIN | bool(self._cipher) * select.POLLOUT,
+            self._plain: takes_plain * select.POLLIN | (len(self._clear) > 0) * select.POLLOUT,
+            self._wire: takes_wire * select.POLLIN | (len(self._cipher) > 0) * select.POLLOUT,
         }
         is_idle = True
         for end, events in wanted.items():
@@ -144,7 +142,6 @@ class Relayed:
         if not self._room:
             raise ConnectionAbortedError(errno.ECONNABORTED, "the engine has given it up")
         self._over_at = time.monotonic() + FAREWELL_S
-        self._clear = memoryview(b"")
 
     def _take_plain(self) -> None:
         try:
@@ -188,7 +185,7 @@ class Relayed:
                 self._tls.do_handshake()
                 self._room = memoryview(bytearray(CHUNK_NBYTES + 2 * _RECORD_NBYTES))
             while taken := self._tls.read(_RECORD_NBYTES, self._room[at:]):
-                at += taken
+                at += taken  # type: ignore[operator]  # a number, since there is a buffer
             self._is_ended = True
         except ssl.SSLWantReadError:
             pass
@@ -218,9 +215,6 @@ class Relayed:
             return
         except OSError as error:
             self._cipher, self._broken = memoryview(b""), error
-        if self._is_left and not self._cipher:
-            with contextlib.suppress(OSError):
-                self._wire.shutdown(socket.SHUT_WR)
 
     def _give(self) -> None:
         try:
@@ -267,10 +261,11 @@ class Relay:
             raise OSError(errno.EMFILE, "no file descriptor is left to the process that does TLS")
         if len(self._threads) >= MAX_CONNECTIONS:
             raise OSError(errno.EUSERS, f"{MAX_CONNECTIONS} connections are open in the process that does TLS")
-        context = self._contexts.get((*files, str(is_server)))
-        if context is None:
-            context = self._contexts[(*files, str(is_server))] = self._context(files, is_server)
-        relayed = Relayed(*ends, context, server=is_server)
+        plain, wire = ends
+        which = (*files, str(is_server))
+        if which not in self._contexts:
+            self._contexts[which] = self._context(files, is_server)
+        relayed = Relayed(plain, wire, self._contexts[which], server=is_server)
         thread = threading.Thread(target=self._relay, args=(number, relayed), daemon=True)
         self._threads.add(thread)
         try:
