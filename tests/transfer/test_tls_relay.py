@@ -163,6 +163,7 @@ def test_what_was_said_before_the_engine_closed_arrives_and_the_end_is_one(files
 def test_what_is_left_when_the_engine_has_closed_is_sent_for_a_time_only(files, monkeypatch):
     monkeypatch.setattr(tls_relay, "FAREWELL_S", 0.5)
     with relayed(files) as ends:
+        ends.relayed._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # it takes next to nothing of what is left
         ends.peer(files)
         fill(ends.engine, ends)
         ends.engine.close()
@@ -171,6 +172,7 @@ def test_what_is_left_when_the_engine_has_closed_is_sent_for_a_time_only(files, 
 
 def test_waiting_for_a_peer_when_the_engine_has_closed_costs_no_processor_time(files):
     with relayed(files) as ends:
+        ends.relayed._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # it takes next to nothing of what is left
         ends.peer(files)
         fill(ends.engine, ends)
         ends.engine.close()
@@ -218,9 +220,11 @@ def test_a_forged_record_is_an_error_after_what_came_before(files):
         ends.relayed._plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
         peer, data = ends.peer(files), MUCH[: CHUNK_NBYTES // 2]
         peer.sendall(data)
+        wait_for(lambda: ends.relayed._clear and ends.rests())
+        peer.sendall(data)  # so that this and the forged one are read at once, and not given at once
         raw = socket.socket(fileno=peer.detach())
         raw.sendall(b"\x17\x03\x03\x00\x40" + bytes(64))
-        assert read(ends.engine, MIB) == data
+        assert read(ends.engine, MIB) == data * 2
         error = ends.ended()
         assert isinstance(error, ssl.SSLError) and "bad record mac" in error.strerror.replace("_", " ").lower()
         raw.close()
