@@ -163,7 +163,7 @@ def test_what_was_said_before_the_engine_closed_arrives_and_the_end_is_one(files
 def test_what_is_left_when_the_engine_has_closed_is_sent_for_a_time_only(files, monkeypatch):
     monkeypatch.setattr(tls_relay, "FAREWELL_S", 0.5)
     with relayed(files) as ends:
-        ends.relayed._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # it takes next to nothing of what is left
+        ends.relayed._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # it takes next to nothing more
         ends.peer(files)
         fill(ends.engine, ends)
         ends.engine.close()
@@ -172,7 +172,7 @@ def test_what_is_left_when_the_engine_has_closed_is_sent_for_a_time_only(files, 
 
 def test_waiting_for_a_peer_when_the_engine_has_closed_costs_no_processor_time(files):
     with relayed(files) as ends:
-        ends.relayed._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # it takes next to nothing of what is left
+        ends.relayed._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # it takes next to nothing more
         ends.peer(files)
         fill(ends.engine, ends)
         ends.engine.close()

@@ -94,8 +94,6 @@ class Relayed:
         """Both sockets, after what TLS has to say of a failure."""
         with contextlib.suppress(OSError):
             self._wire.send(self._cipher)
-        with contextlib.suppress(OSError):
-            self._wire.recv(CHUNK_NBYTES)  # what is not read when it is closed would take that away
         self._plain.close()
         self._wire.close()
 
