@@ -258,7 +258,8 @@ def test_an_engine_that_gives_up_in_mid_handshake_ends_it_at_once(files):
         ends.network.sendall(b"\x16\x03\x01")
         ends.engine.close()
         assert ends.ended().errno == errno.ECONNABORTED
-        assert ends.network.recv(1) == b""
+        with suppress(ConnectionResetError):  # what was said may not have been read
+            assert ends.network.recv(1) == b""
 
 
 def test_bytes_that_trickle_in_are_put_together(files):
