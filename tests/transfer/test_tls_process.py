@@ -51,6 +51,7 @@ def anew(monkeypatch):
     if own._control is not None:
         own._control.close()
     wait_for(lambda: not helpers())
+    wait_for(lambda: "mooncake-tls-process" not in [thread.name for thread in threading.enumerate()])  # it has logged
 
 
 def helpers(pid=None):
