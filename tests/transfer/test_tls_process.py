@@ -388,15 +388,43 @@ def test_where_the_engine_has_no_descriptor_left_it_is_unavailable_and_nothing_l
 
 def test_files_that_have_gone_meanwhile_are_named(stack, files, tmp_path):
     """They are read when the process is started, or first used there."""
-    copies = {}
-    for role, path in files.items():
-        copies[role] = str(tmp_path / role)
-        Path(copies[role]).write_bytes(Path(path).read_bytes())
+    copies = copied(files, tmp_path)
     pair = Pair(stack, files)
     sender = stack.enter_context(TcpTransport(Memory(), tls=Tls(**copies)))
     os.unlink(copies["key"])
     with pytest.raises(Unavailable, match=f"TLS files .*{copies['key']}.* cannot be used"):
         sender.connect(pair.endpoint, deadline_s=60)
+
+
+def copied(files, folder):
+    copies = {}
+    for role, path in files.items():
+        copies[role] = str(folder / role)
+        Path(copies[role]).write_bytes(Path(path).read_bytes())
+    return copies
+
+
+def test_a_reason_that_names_the_longest_paths_is_told_whole(stack, files, tmp_path):
+    """Each letter of these takes 6 bytes on the way; a reason that was cut off there ended the sender's thread."""
+    folder = tmp_path.joinpath(*["\u00e4" * 120] * 3)
+    folder.mkdir(parents=True)
+    copies = copied(files, folder)
+    pair = Pair(stack, files)
+    sender = stack.enter_context(TcpTransport(Memory(), tls=Tls(**copies)))
+    os.unlink(copies["key"])
+    with pytest.raises(Unavailable, match="TLS files"):
+        sender.connect(pair.endpoint, deadline_s=60)
+    assert pair.connect().alive
+
+
+def test_relative_paths_count_from_where_the_transport_was_made(stack, files, tmp_path, monkeypatch):
+    copies = copied(files, tmp_path)
+    pair = Pair(stack, files)
+    monkeypatch.chdir(tmp_path)
+    relative = Tls(**{role: os.path.basename(path) for role, path in copies.items()})
+    sender = stack.enter_context(TcpTransport(Memory(), tls=relative))
+    monkeypatch.chdir("/")
+    assert sender.connect(pair.endpoint, deadline_s=60).alive
 
 
 def test_many_connect_at_once(stack, files):

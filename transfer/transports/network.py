@@ -89,9 +89,10 @@ class NetworkTransport(SocketTransport):
             if ip_address(host).is_unspecified:
                 raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
         self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
-        self._tls = tls
+        self._tls: Tls | None = None
         if tls is not None:
             tls.context(server=True)  # what is wrong with its files is said here
+            self._tls = tls.absolute()
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> NetworkTransport:

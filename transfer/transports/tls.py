@@ -56,13 +56,17 @@ class Tls:
                 f"TLS files {self.certificate}, {self.key}, {self.authority} cannot be used: {error}"
             ) from error
 
+    def absolute(self) -> Tls:
+        """The same files, wherever this process may go; the one that reads them has another directory."""
+        return Tls(*map(os.path.abspath, (self.certificate, self.key, self.authority)))
+
     def secure(self, connection: socket.socket, *, server: bool) -> Channel:
         """A channel over this TCP connection, which is closed here and goes on in the process that does TLS.
 
-        TLS's own handshake is under way then: where it fails, the channel ends. Raises Unavailable, OSError.
+        The paths must be absolute. TLS's own handshake is under way then: where it fails, the channel ends. Raises
+        Unavailable, OSError.
         """
-        files = [os.path.abspath(path) for path in (self.certificate, self.key, self.authority)]
-        return _process.take(connection, files, server)
+        return _process.take(connection, [self.certificate, self.key, self.authority], server)
 
 
 class SecuredChannel(Channel):

@@ -33,10 +33,12 @@ LEAVE_S = 0.8
 """The same once the engine is gone."""
 SSL_KINDS = ("SSLCertVerificationError", "SSLError")
 """What is told of a failure of TLS besides its words; of others their number."""
-SAID_NBYTES = 4096
-"""Of a datagram on the control socket that answers; what is handed over has three paths."""
-ORDER_NBYTES = 64 << 10
+SAID_NBYTES = 16 << 10
+"""Of a datagram on the control socket that answers: `_SAID_LENGTH` characters of any path take up to 12 bytes each."""
+ORDER_NBYTES = 128 << 10
+"""Of one that hands over: three paths, of which a byte may take 6."""
 
+_SAID_LENGTH = 1000
 _RECORD_NBYTES = 16 << 10
 _MAX_UNSENT_NBYTES = 1 << 20
 """Beyond what was read at once: a peer that asks for new keys all the time, and reads no answer."""
@@ -293,7 +295,7 @@ class Relay:
         if error is not None:
             kind = next((name for name in SSL_KINDS if isinstance(error, getattr(ssl, name))), "OSError")
             text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            said = json.dumps([number, kind, getattr(error, "errno", None) or errno.EIO, text[:1000]])
+            said = json.dumps([number, kind, getattr(error, "errno", None) or errno.EIO, text[:_SAID_LENGTH]])
             with contextlib.suppress(OSError):  # nobody is there any more
                 self._control.send(said.encode(), socket.MSG_DONTWAIT)
         for end in ends:
