@@ -1,6 +1,7 @@
 """What the process that does TLS does with one connection, between an engine's socket and a network's."""
 
 import errno
+import json
 import resource
 import socket
 import ssl
@@ -186,6 +187,38 @@ def test_a_peer_that_does_not_close_is_waited_for_for_a_time_only(files, monkeyp
         ends.peer(files)
         ends.engine.close()
         assert ends.ended() is None
+
+
+def test_peers_that_never_close_keep_no_newcomer_out(files, monkeypatch):
+    """Who has a certificate, and no more, is dropped by the engine; what waits for such peers to close is bounded."""
+    monkeypatch.setattr(tls_relay, "FAREWELL_S", 3600.0)
+    monkeypatch.setattr(tls_relay, "MAX_CONNECTIONS", 6)
+    monkeypatch.setattr(tls_relay, "MAX_LEAVING", 2)
+    ours, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    relay = tls_relay.Relay(control)
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    peers = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ours, control:
+        for number in range(20):
+            engine, plain = socket.socketpair()
+            network = socket.create_connection(listener.getsockname(), timeout=60)
+            wire, _ = listener.accept()
+            with engine, plain, wire:
+                order = json.dumps([number, True, list(files.values())]).encode()
+                socket.send_fds(ours, [order], [plain.fileno(), wire.fileno()])
+                peers.append(make_context(**files, server=False).wrap_socket(network))
+                peers[-1].sendall(b"first words")
+                engine.settimeout(60)
+                assert read(engine, 11) == b"first words"
+            wait_for(lambda: all(one.leaves_by < float("inf") for one in list(relay._threads.values())))
+            wait_for(lambda: len(relay._threads) <= 3)
+        for peer in peers:
+            peer.close()
+        wait_for(lambda: not relay._threads)
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_an_end_of_the_peer_is_an_end_and_the_engine_may_still_speak(files):

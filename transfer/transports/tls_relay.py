@@ -27,6 +27,8 @@ CHUNK_NBYTES = 128 << 10
 """Read at a time, from either side, once what was read before is gone."""
 MAX_CONNECTIONS = 1024
 """Of which an engine has at most some hundred; the rest are those that it closed, on their way out."""
+MAX_LEAVING = 128
+"""Of those; the oldest are cut off for newcomers, whom peers that never close would keep out otherwise."""
 FAREWELL_S = 5.0
 """For what was sent before the engine closed a connection, and for the peer to close it as well."""
 LEAVE_S = 0.8
@@ -91,6 +93,17 @@ class Relayed:
             self._turn()
             if self._failure is not None and not self._clear:
                 raise self._failure
+
+    @property
+    def leaves_by(self) -> float:
+        """Until when it goes on, in `time.monotonic()` seconds, once the engine has closed; infinity before."""
+        return self._over_at
+
+    def cut_off(self) -> None:
+        """End it now. For any thread; the wire's end wakes its own."""
+        self._over_at = 0.0
+        with contextlib.suppress(OSError):
+            self._wire.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Both sockets, after what TLS has to say of a failure."""
@@ -238,7 +251,7 @@ class Relay:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[threading.Thread, Relayed] = {}
 
     def run(self) -> None:
         """Until the control socket ends."""
@@ -259,6 +272,7 @@ class Relay:
     def _begin(self, number: int, ends: list[socket.socket], files: list[str], is_server: bool) -> None:
         if len(ends) != 2:
             raise OSError(errno.EMFILE, "no file descriptor is left to the process that does TLS")
+        self._make_room()
         if len(self._threads) >= MAX_CONNECTIONS:
             raise OSError(errno.EUSERS, f"{MAX_CONNECTIONS} connections are open in the process that does TLS")
         plain, wire = ends
@@ -267,12 +281,18 @@ class Relay:
             self._contexts[which] = self._context(files, is_server)
         relayed = Relayed(plain, wire, self._contexts[which], server=is_server)
         thread = threading.Thread(target=self._relay, args=(number, relayed), daemon=True)
-        self._threads.add(thread)
+        self._threads[thread] = relayed
         try:
             thread.start()
         except RuntimeError:
-            self._threads.discard(thread)
+            del self._threads[thread]
             raise
+
+    def _make_room(self) -> None:
+        leaving = [one for one in list(self._threads.values()) if one.leaves_by < float("inf")]
+        leaving.sort(key=lambda one: one.leaves_by)
+        for one in leaving[:-MAX_LEAVING]:
+            one.cut_off()
 
     @staticmethod
     def _context(files: list[str], is_server: bool) -> ssl.SSLContext:
@@ -288,7 +308,7 @@ class Relay:
         except Exception as found:
             error = found
         self._end(number, error, [relayed])
-        self._threads.discard(threading.current_thread())
+        del self._threads[threading.current_thread()]
 
     def _end(self, number: int, error: Exception | None, ends: Sequence[socket.socket | Relayed]) -> None:
         """Say why before the engine sees that it ended."""
