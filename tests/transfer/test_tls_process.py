@@ -396,6 +396,18 @@ def test_files_that_have_gone_meanwhile_are_named(stack, files, tmp_path):
         sender.connect(pair.endpoint, deadline_s=60)
 
 
+def test_a_key_that_is_locked_meanwhile_is_refused_and_others_go_on(stack, files, tmp_path):
+    """Asked for its passphrase on its standard input, the process took what the engine hands over for the answer."""
+    copies = copied(files, tmp_path)
+    pair = Pair(stack, files)
+    sender = stack.enter_context(TcpTransport(Memory(), tls=Tls(**copies)))
+    lock = ["openssl", "ec", "-in", files["key"], "-aes256", "-passout", "pass:unknown", "-out", copies["key"]]
+    subprocess.run(lock, check=True, capture_output=True)
+    with pytest.raises(Unavailable, match=r"TLS files .* cannot be used"):
+        sender.connect(pair.endpoint, deadline_s=10)
+    assert pair.connect().alive
+
+
 def copied(files, folder):
     copies = {}
     for role, path in files.items():

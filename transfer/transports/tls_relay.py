@@ -54,7 +54,7 @@ def make_context(certificate: str, key: str, authority: str, *, server: bool) ->
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(certificate, key, password="")  # or it asks for one, of standard input
     context.load_verify_locations(authority)
     return context
 
