@@ -91,7 +91,7 @@ class Handle:
         try:
             return use(pool)
         except Exception as error:
-            self.contain(pool, error)
+            self._contain(pool, error)
             return otherwise
 
     def call(self, closed: threading.Event, use: Callable[[Pool], T], otherwise: T) -> T:
@@ -102,7 +102,7 @@ class Handle:
             try:
                 return use(pool)
             except Exception as error:
-                self.contain(pool, error)
+                self._contain(pool, error)
                 return otherwise
 
     def ask(self, closed: threading.Event, use: Callable[[Pool], T]) -> T:
@@ -127,8 +127,7 @@ class Handle:
             )
         return f"pool {self.path} gives no answer: {reason}"
 
-    def contain(self, pool: Pool, error: Exception) -> None:
-        """Have a fault of the pool counted and told of; what is the caller's own is raised."""
+    def _contain(self, pool: Pool, error: Exception) -> None:
         _judge(pool, error)
         if isinstance(error, LockTimeout):
             pool.counters.add(busy=1)

@@ -37,28 +37,22 @@ class EmbeddedSpace(Space):
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         """As `Space.lookup`; all there is to know is known at once."""
-        return Lookup(self.leading(keys))
-
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are present."""
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
-        return self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0)
+        return Lookup(self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0))
 
     def leading_since(self, keys: Sequence[bytes], since: Position | None) -> tuple[Position | None, int | None]:
         """Where the feed of the pool's changes ends, and how many leading pages are present; None where the feed still
         ends at `since`, so lookups find what they found. (None, 0) where there is no pool."""
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
-        pool = self._handle.current(self._closed)
-        if pool is None:
-            return None, 0
-        try:
+
+        def look(pool: Pool) -> tuple[Position | None, int | None]:
             position = pool.feed.position()
             return position, None if position == since else pool.reader.prefix(keys, self._number)
-        except Exception as error:
-            self._handle.contain(pool, error)
-            return None, 0
+
+        nothing: tuple[Position | None, int | None] = None, 0
+        return self._handle.look(self._closed, look, nothing)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:
