@@ -209,8 +209,7 @@ class Relayed:
             self._fail(error)
         self._clear = self._room[:at]
         self._collect()
-        if self._is_ended and not self._clear and self._failure is None:
-            self._end_plain()
+        self._end_plain()
 
     def _fail(self, error: OSError) -> None:
         self._failure, self._is_ended = error, True
@@ -236,13 +235,13 @@ class Relayed:
             return
         except OSError:  # it has closed
             self._clear = memoryview(b"")
-        if self._is_ended and not self._clear and self._failure is None:
-            self._end_plain()
+        self._end_plain()
 
     def _end_plain(self) -> None:
-        """The peer says nothing more. The engine may."""
-        with contextlib.suppress(OSError):
-            self._plain.shutdown(socket.SHUT_WR)
+        """Once the peer says nothing more, and the engine has all of it. The engine may go on."""
+        if self._is_ended and not self._clear and self._failure is None:
+            with contextlib.suppress(OSError):
+                self._plain.shutdown(socket.SHUT_WR)
 
 
 class Relay:
