@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiers.mooncake_cluster import needs_mooncake
@@ -95,7 +96,8 @@ def test_the_step_is_compared_round_by_round() -> None:
 
 def test_the_pause_that_a_request_waits_for_is_told_by_itself() -> None:
     said: list[str] = []
-    vllm_tiers.step_rows({"none": {"pause_s": [0.001, 0.003]}, "silent": {"pause_s": [0.003, 0.003]}}, said.append)
+    found: dict[str, Any] = {"none": {"pause_s": [0.001, 0.003]}, "silent": {"pause_s": [0.003, 0.003]}, "ready": True}
+    vllm_tiers.step_rows(found, said.append)
     assert ["3.00" in line for line in said if "pause" in line] == [True]
     said.clear()
     vllm_tiers.step_rows({"none": {}}, said.append)

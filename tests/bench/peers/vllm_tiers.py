@@ -182,7 +182,7 @@ def step_rows(found: Mapping[str, Mapping[str, list[float]]], progress: Progress
             rows.append(row(text, change and change.value, "%", goal=goal))
         for figure, where in (("idle_s", "idle"), ("busy_s", "busy")):
             rows += _added(f"vLLM's scheduler, {where}: planned later", title, ours, plain, figure, progress)
-    if pauses := [1e3 * one for ours in found.values() for one in ours.get("pause_s", ())]:
+    if pauses := [1e3 * one for name in (NONE, *TITLES) for one in found.get(name, {}).get("pause_s", ())]:
         spread = Spread.of(pauses, [], lambda some: percentile(some, 99))
         progress(f"vLLM's pause of 1 ms, which a request waits for when it is put aside, p99: {spread} ms")
     return rows
