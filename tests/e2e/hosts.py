@@ -154,14 +154,18 @@ class Cluster:
                 log = self._logs / f"{name}.log"
                 self._running[name] = Command(log, path, *arguments, env={"MC_FORCE_TCP": "1"}, launcher=host.launcher)
             if name == "master":
-                wait_for(lambda: self._segment_count() is not None, "a Mooncake master")
-        wait_for(lambda: self._segment_count() == len(self._nodes), "all nodes of a Mooncake cluster")
+                wait_for(lambda: self._known_segments() is not None, "a Mooncake master")
+        try:
+            wait_for(lambda: len(self._known_segments() or ()) == len(self._nodes), "all nodes of a Mooncake cluster")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: its master knows {self._known_segments()}") from None
 
-    def _segment_count(self) -> int | None:
+    def _known_segments(self) -> list[bytes] | None:
+        """What the master says that nodes have mounted; None where it does not answer."""
         for command in self._running.values():
             command.check_alive()
         with suppress(OSError), urllib.request.urlopen(self._segments, timeout=10) as answer:
-            return len(answer.read().split())
+            return answer.read().split()
         return None
 
     @property

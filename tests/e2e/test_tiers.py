@@ -191,6 +191,7 @@ def test_whatever_is_killed_every_text_is_right(fleet: Fleet) -> None:
     }
     names = [name for name, count in KILLS.items() for _ in range(count)]
     for number, name in enumerate(source.sample(names, len(names)), 1):
+        print(f"kill {number} of {len(names)}: {name}")  # shown where it fails
         question, salt = fleet.question()
         fleet.ask(source.choice(fleet.hosts), question, salt)
         kills[name]()
