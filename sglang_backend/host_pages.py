@@ -53,6 +53,19 @@ class HostPages(Protocol):
         """Copy the slots from `first_slot` on into `page`, the page of this rank's shard."""
 
 
+TOKEN_ROWS = "nhd"
+
+
+def device_rows(pool: HostKVCache) -> str:
+    """How K and V lie in a page on the device, of which the host pool has the bytes in that order.
+
+    Whatever the host pool's layout says, one of its slots is a token only where this is `TOKEN_ROWS`: with
+    SGLANG_USE_HND_KVCACHE a page has its heads first, and SGLang copies it as so many rows all the same.
+    """
+    infos = getattr(pool, "_buffer_infos", ())  # MHA pools alone; latents have one order
+    return str(infos[0].buffers.layout.value) if infos else TOKEN_ROWS
+
+
 def plain_format(pool: HostKVCache) -> PageFormat | None:
     """The page of a pool that has K beside V, or MLA vectors, and nothing else; None for every other pool."""
     kind = type(pool)
@@ -63,6 +76,8 @@ def plain_format(pool: HostKVCache) -> PageFormat | None:
     if buffer is None or not buffer.is_contiguous() or buffer.device.type != "cpu":
         return None
     if pool.layer_num != pool.target_layer_num:  # layers of a draft model are packed behind
+        return None
+    if device_rows(pool) != TOKEN_ROWS:
         return None
     if is_mla and getattr(pool, "dcp_size", 1) > 1:
         return None

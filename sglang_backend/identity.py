@@ -34,6 +34,7 @@ from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
 from mooncake_connector.kv.namespace import Namespace, canonical_json, private_model_digest
 from mooncake_connector.kv.page import PageFormat
 from mooncake_connector.log import get_logger
+from sglang_backend.host_pages import TOKEN_ROWS, device_rows
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -82,7 +83,9 @@ def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, f
 
 def opaque_pool(name: str, storage: HiCacheStorageConfig, pool: HostKVCache, *, replicated: bool) -> dict[str, Any]:
     """What tells the pages of a pool of unknown inside from those of every other; plain JSON values."""
+    rows = device_rows(pool)
     return {
+        **({} if rows == TOKEN_ROWS else {"rows": rows}),
         "name": str(name),
         "class": type(pool).__name__,
         "layout": str(getattr(pool, "layout", "")),

@@ -17,6 +17,7 @@ from instances import keys, open_storage, server, stored_pages
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from mooncake_connector.kv.geometry import Shard
+from sglang_backend.identity import opaque_pool
 
 INTERFACES = ("v1", "flat")
 KINDS = {"mha": (mha, MHA_LAYOUTS), "mla": (mla, MLA_LAYOUTS)}
@@ -231,6 +232,22 @@ class TestOpaquePools:
         assert attach(mha("page_first", v_dim=4)).batch_exists(keys(1)) == 1
         assert attach(mha("page_first_direct", v_dim=4)).batch_exists(keys(1)) == 0
         assert attach(mha("page_first", v_dim=4), tp=(0, 2)).batch_exists(keys(1)) == 0
+
+    @pytest.mark.parametrize("layout", MHA_LAYOUTS)
+    def test_pages_with_the_heads_first_are_not_taken_for_canonical_ones(self, attach, monkeypatch, layout) -> None:
+        """SGLang copies the device's bytes as they are, also where they are no rows of tokens."""
+        tokens_first = attach(mha(layout))
+        write(tokens_first, keys(1, "tokens"), [0])
+        draft = opaque_pool("draft", tokens_first._storage_config, tokens_first.mem_pool_host, replicated=False)
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+        source, target = mha(layout), mha(layout)
+        axes(source)[:] = model(1)
+        heads_first = attach(source)
+        assert heads_first.batch_exists(keys(1, "tokens")) == 0
+        assert write(heads_first, keys(1), [4]) == [True] and tokens_first.batch_exists(keys(1)) == 0
+        assert read(attach(target), keys(1), [2]) == [True]
+        assert np.array_equal(axes(target)[2], axes(source)[4])
+        assert opaque_pool("draft", heads_first._storage_config, source, replicated=False) != draft
 
     def test_through_flat_pages_they_are_refused_with_a_word(self, attach, caplog) -> None:
         storage = attach(mha("page_first", v_dim=4))
