@@ -28,9 +28,10 @@ class DeviceOrder:
         self._waiting: queue.SimpleQueue[tuple[Wait, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Make `call`; it must return at once."""
-        wait = self._record()
+    def then(self, call: Callable[[], None], wait: Wait | None = None) -> None:
+        """Make `call`, which must return at once, after `wait` where the caller knows better what there is to wait for.
+        """
+        wait = wait or self._record()
         if wait is None:
             call()
             return

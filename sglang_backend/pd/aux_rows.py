@@ -13,11 +13,18 @@ class AuxRows:
 
     Args:
         addresses, sizes, item_sizes: of the buffers, in host memory; a request has one item of each.
+        stream: for the copies, which the scheduler waits for: its own may stand behind the step under way.
     """
 
     def __init__(
-        self, addresses: Sequence[int], sizes: Sequence[int], item_sizes: Sequence[int], device: torch.device
+        self,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        item_sizes: Sequence[int],
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
+        self._stream = stream
         self._host = [
             torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8).view(-1, item_nbytes)
             for address, nbytes, item_nbytes in zip(addresses, sizes, item_sizes, strict=True)
@@ -26,11 +33,13 @@ class AuxRows:
         self.addresses = [rows.data_ptr() for rows in self._device]
 
     def take(self, row: int) -> None:
-        """SGLang has filled this row: it may be sent when the device has done what was queued before."""
-        for host, device in zip(self._host, self._device, strict=True):
-            device[row].copy_(host[row])
+        """SGLang has filled this row: it may be sent."""
+        with torch.cuda.stream(self._stream):
+            for host, device in zip(self._host, self._device, strict=True):
+                device[row].copy_(host[row])
 
     def give(self, row: int) -> None:
         """This row has arrived: SGLang reads it."""
-        for host, device in zip(self._host, self._device, strict=True):
-            host[row].copy_(device[row])
+        with torch.cuda.stream(self._stream):
+            for host, device in zip(self._host, self._device, strict=True):
+                host[row].copy_(device[row])

@@ -130,13 +130,15 @@ class MooncakeConnectorKVManager(CommonKVManager):
         if device.type != "cpu":
             device = torch.device(device.type, get_device().gpu_id)
             buffers = self.kv_args.aux_data_ptrs, self.kv_args.aux_data_lens, self.kv_args.aux_item_lens
-            self.aux = AuxRows(*buffers, device)
+            # SGLang's own streams are of the other priority: torch gives one of 32 to several who ask.
+            self.aux = AuxRows(*buffers, device, torch.cuda.Stream(device, priority=-1))
         self.memory = RankMemory(self.kv_args, place, None if self.aux is None else self.aux.addresses)
         if self.memory.covers_tokens and get_disagg().disaggregation_decode_enable_radix_cache:
             raise ValueError(
                 "--disaggregation-decode-enable-radix-cache does not work with this model: both sides would count its "
                 "state from different tokens; unset it"
             )
+        self.device = device
         self.order = DeviceOrder(partial(_record, device))
         access = Access.configured(config, self._compatibility(config, model))
         options = replace(NodeOptions.configured(config), names_return=True)  # rooms, after a request was retracted
@@ -187,6 +189,26 @@ class MooncakeConnectorKVManager(CommonKVManager):
         return hashlib.sha256(canonical_json(described).encode()).digest()
 
     # Requests
+
+    def until_computed(self, early: Any) -> Wait | None:
+        """What waits until the KV is there that SGLang says to send now; None for all that the device was given.
+
+        SGLang sends a chunk once its own stream has seen the result, and gives an event (`early`) with a prefix that a
+        step under way may still write. The step after it is on the device by then, and is not to be waited for. In a
+        pipeline SGLang sends what is still being computed.
+        """
+        if self.device.type == "cpu" or self.pp_size > 1:
+            return None
+        reached = torch.cuda.Event(blocking=True)
+        reached.record()
+
+        def wait() -> None:
+            torch.cuda.set_device(self.device)
+            reached.synchronize()
+            if early is not None:
+                early.synchronize()
+
+        return wait
 
     def watch(self, transfer: Outgoing | Incoming, party: Party) -> None:
         self._parties[transfer] = party

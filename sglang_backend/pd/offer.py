@@ -112,6 +112,17 @@ TARGETS = (
     ),
     Target(f"{_PREFILL}.checkpoint_disagg_prefill", ("self", "req"), names=("checkpoint_kv_cache",)),
     Target(f"{_PREFILL}.process_prefill_chunk", ("self", "last_batch", "running_batch"), names=_CHUNK_STEP),
+    # By then the KV has been computed, but for that of the prefix that comes with an event.
+    Target(
+        f"{_PREFILL}.maybe_send_cached_prefix_chunk",
+        ("self", "req", "allow_send"),
+        names=("_early_send_wait_event", "record", "forward_stream"),
+    ),
+    Target(
+        f"{_PREFILL}.process_batch_result_disagg_prefill",
+        ("self", "batch", "result"),
+        names=("copy_done", "synchronize", "send_kv_chunk", "tmp_end_idx"),
+    ),
     Target(f"{_UTILS}.TransferBackend._value2member_map_"),
     Target(f"{_CHOICES}.DISAGG_TRANSFER_BACKEND_CHOICES"),
     Target(f"{_CHOICES}.add_disagg_transfer_backend_choices", ("iterable",)),
@@ -136,7 +147,8 @@ TARGETS = (
     _of_common(
         "CommonKVSender.__init__",
         "mgr bootstrap_addr bootstrap_room req_has_disagg_prefill_dp_rank",
-        "kv_mgr bootstrap_room aux_index conclude_state update_status _transfer_start_time _owns_bootstrap_room",
+        "kv_mgr bootstrap_room aux_index conclude_state update_status _transfer_start_time _owns_bootstrap_room "
+        "_early_send_wait_event",
     ),
     _of_common("CommonKVSender.init", "num_kv_indices aux_index", "num_kv_indices aux_index"),
     _of_common("CommonKVSender.send", "kv_indices state_indices num_kv_tokens indices_event"),

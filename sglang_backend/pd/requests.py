@@ -92,6 +92,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
 
     _transfer: Outgoing
     _transfer_start_time: float | None
+    _early_send_wait_event: Any
 
     def __init__(
         self,
@@ -124,6 +125,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
             return
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
+        early, self._early_send_wait_event = self._early_send_wait_event, None
         self._pages.extend(kv_indices.tolist())
         self._record_transfer_indices(kv_indices, state_indices)
         self._is_sent = len(self._pages) >= self.num_kv_indices
@@ -140,7 +142,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
                 manager.aux.take(self.aux_index)
             manager.node.awaited(self._transfer)
             manager.update_status(self.bootstrap_room, KVPoll.Transferring)
-        manager.order.then(partial(self._sent, computed, is_last=self._is_sent))
+        manager.order.then(partial(self._sent, computed, is_last=self._is_sent), manager.until_computed(early))
 
     def _sent(self, computed: Computed, *, is_last: bool) -> None:
         """The device has computed it."""

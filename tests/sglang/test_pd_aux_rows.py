@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from sglang_backend.pd.aux_rows import AuxRows
@@ -19,3 +23,21 @@ def test_rows_go_to_the_device_and_back_one_by_one() -> None:
     aux.give(3)
     for rows, before in zip(host, was, strict=True):
         assert torch.equal(rows[3], before[3]) and not rows[:3].any() and not rows[4].any()
+
+
+def test_no_copy_stands_behind_what_the_scheduler_gave_the_device(monkeypatch) -> None:
+    host, copied, under = torch.arange(8).view(2, 4), [], []
+
+    @contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        under.append(given)
+        yield
+        under.pop()
+
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *tensors: (copied.append(list(under)), copy(*tensors)))
+    aux = AuxRows([host.data_ptr()], [host.nbytes], [host[0].nbytes], torch.device("cpu"), "its own")
+    aux.take(1)
+    aux.give(1)
+    assert copied == [["its own"], ["its own"]]
