@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_config
-from mooncake_connector.contain import contained, nothing
+from mooncake_connector.contain import apart, contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 _FIRST_WAIT_S = 2.0
 """How long attaching waits for the model's files to be hashed and the pool to open; both go on in the background."""
+_CLEAR_S = 2.0
+"""How long clearing is waited for: 400,000 pages and more go in that time."""
 
 logger = get_logger(__name__)
 
@@ -270,10 +272,20 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     @contained(nothing)
     def clear(self) -> None:
-        """Forget the pages of this namespace, and nothing else in the pool."""
-        for stored in (self._kv, *self._others.values()):
-            if stored is not None and (view := stored.view) is not None:
-                view.clear()
+        """Forget the pages of this namespace, and nothing else in the pool.
+
+        SGLang's scheduler asks, and millions of pages take longer than it should stand still: the rest goes on then.
+        """
+        views = [stored.view for stored in (self._kv, *self._others.values()) if stored is not None]
+
+        @contained(nothing)
+        def clear() -> None:
+            for view in views:
+                if view is not None:
+                    view.clear()
+
+        if not apart(clear, _CLEAR_S):
+            log_once("sglang.clear", "clearing the pool takes longer than %g s, and goes on", _CLEAR_S, logger=logger)
 
     def get_stats(self) -> StorageMetrics:
         """What was moved since the last call. SGLang's scheduler asks in each of its rounds."""

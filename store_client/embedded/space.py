@@ -5,7 +5,7 @@ Faults of the pool end here: a miss or a failed put, a counter and one log line.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
@@ -22,7 +22,8 @@ from store_client.embedded.registry import Handle
 from store_client.embedded.table import BROUGHT
 from store_client.fate import UNKNOWN, Fate, Known
 
-_REMOVE_DEADLINE_S = 5.0
+_FORGET_WAIT_S = 5.0
+"""For the pool's lock."""
 _UNCOUNTED = ("stored", "present", "unfilled", "cleared")
 """What is no fault of the pool."""
 
@@ -184,14 +185,11 @@ class EmbeddedSpace(Space):
 
     def remove(self, keys: Sequence[bytes]) -> int:
         join_keys(keys)
-        return self._forget(lambda pool, number, deadline: pool.writer.forget_keys(keys, number, deadline))
+        deadline = time.monotonic() + _FORGET_WAIT_S
+        return self._handle.call(self._closed, lambda pool: pool.writer.forget_keys(keys, self._number, deadline), 0)
 
     def clear(self) -> int:
-        return self._forget(lambda pool, number, deadline: pool.writer.clear({number}, deadline))
-
-    def _forget(self, forget: Callable[[Pool, int, float], int]) -> int:
-        deadline = time.monotonic() + _REMOVE_DEADLINE_S
-        return self._handle.call(self._closed, lambda pool: forget(pool, self._number, deadline), 0)
+        return self._handle.call(self._closed, lambda pool: pool.writer.clear({self._number}, _FORGET_WAIT_S), 0)
 
     def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
         counts = {

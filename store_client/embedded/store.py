@@ -187,7 +187,7 @@ class EmbeddedStore(Store):
                 known = pool.spaces.all().items()
                 spaces = {number for number, (namespace, _) in known if namespace.digest == namespace_digest}
             try:
-                return pool.writer.clear(spaces, time.monotonic() + deadline_s)
+                return pool.writer.clear(spaces, deadline_s)
             except LockTimeout:
                 raise PoolError(
                     f"pool {self.path} stayed locked for {deadline_s:g} s by a process that does not run; continue or "

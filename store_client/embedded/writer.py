@@ -266,24 +266,29 @@ class Writer:
             self._table.add_counters({"removed_pages": removed})
             return removed
 
-    def clear(self, spaces: set[int] | None, deadline: float) -> int:
-        """Forget all pages of these spaces (None: of all), in steps between which others may write."""
-        removed = 0
-        with self.locked(deadline):
+    def clear(self, spaces: set[int] | None, wait_s: float) -> int:
+        """Forget all pages of these spaces (None: of all) that there are now, in steps between which others may write.
+
+        That takes 3 to 5 s for a million pages. Raises LockTimeout where the lock was not free for `wait_s`.
+        """
+        with self.locked(time.monotonic() + wait_s):
             self._table.count_clear()
-        while True:
-            with self.locked(deadline):
-                live = self._table.live_slots()
-                if spaces is not None:
-                    live = live[np.isin(self._table.space[live], np.array(list(spaces), dtype=np.uint64))]
-                if not len(live):
-                    return removed
-                deepest_first = np.argsort(-self._table.depth[live].astype(np.int64), kind="stable")
-                count = self._evictor.forget(live[deepest_first[:FORGET_BATCH]], Lost.CLEARED)
+            pages = self._of(spaces, self._table.live_slots())
+        deepest_first = pages[np.argsort(-self._table.depth[pages].astype(np.int64), kind="stable")]
+        removed = 0
+        for at in range(0, len(deepest_first), FORGET_BATCH):
+            with self.locked(time.monotonic() + wait_s):
+                batch = self._of(spaces, deepest_first[at : at + FORGET_BATCH])  # as they are now: others write as well
+                count = self._evictor.forget(batch, Lost.CLEARED)
                 self._table.add_counters({"removed_pages": count})
                 removed += count
-                if not count:
-                    return removed
+        return removed
+
+    def _of(self, spaces: set[int] | None, slots: Slots) -> Slots:
+        """Those of the slots that are, or were, of these spaces; None for all."""
+        if spaces is None:
+            return slots
+        return slots[np.isin(self._table.space[slots], np.array(list(spaces), dtype=np.uint64))]
 
     # -- housekeeping -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +22,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
+from simulated.waiting import wait_for
 
 from sglang_backend import BACKEND, stored_pool
 from store_client.base import Lookup, StoreStats
 from store_client.embedded import EmbeddedStore
+from store_client.sharded import ShardView
 
 TOKENS = [token * 7 % 257 for token in range(5 * 64 + 10)]
 PAGES = 5
@@ -178,6 +181,17 @@ def test_detached_and_attached_again(start, pool: Path) -> None:
     assert rank.load(TOKENS)[0] == FULL
     assert controller.clear_storage_backend() is True
     assert rank.load(TOKENS)[0] == 0
+
+
+def test_a_clear_that_takes_long_goes_on_without_sglangs_scheduler(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, go_on, clear = start(seed=1), threading.Event(), ShardView.clear
+    rank.save(TOKENS[:FULL], slots(list(range(PAGES)), 64))
+    monkeypatch.setattr("sglang_backend.hicache._CLEAR_S", 0.05)
+    monkeypatch.setattr(ShardView, "clear", lambda view: go_on.wait(60) and clear(view))
+    assert rank.controller.clear_storage_backend() is True
+    assert rank.load(TOKENS)[0] == FULL, "it still waits"
+    go_on.set()
+    wait_for(lambda: rank.load(TOKENS)[0] == 0)
 
 
 # Lookups that the store cannot answer at once, or answers wrongly
