@@ -8,6 +8,7 @@ engine's thread, return at once and never raise for what a peer or the network d
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from mooncake_connector.config.schema import Config
+from mooncake_connector.contain import apart, contained, nothing
+from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import Address, RankCard
 from transfer.control.listener import Listener, listen
@@ -26,6 +29,7 @@ from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ended, Failed, Timing
 from transfer.protocol.outgoing import Outgoing
 from transfer.serving import MAX_VISITORS, Computed, Serving
+from transfer.threads import DaemonThreads
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, TransportOptions
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import system_driver
@@ -38,6 +42,10 @@ _START_S = 60.0
 """Engines start where every core may be busy, with compilers for one."""
 _NUM_THREADS = MAX_VISITORS + 4
 """Each consumer is connected to in a thread of its own, which may take seconds and must not hold up the others."""
+_END_S = 20.0
+"""How long an engine that ends waits for the threads that send, check and plan."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +122,7 @@ class Node:
         self._transports = make_transports(options.transports, memory, made_with)
         self._staging = [] if place is None else [Staging(place.driver, place.device) for _ in range(2)]
         for_sums, for_checks = self._staging or (None, None)
-        self._executors = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"mooncake-connector-{work}")
-            for work in ("send", "verify", "pair")
-        ]
+        self._executors = [DaemonThreads(1, f"mooncake-connector-{work}") for work in ("send", "verify", "pair")]
         self._thread = LoopThread("mooncake-connector-transfer")
         loop = self._thread.loop
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mooncake-connector-connect"))
@@ -208,7 +213,8 @@ class Node:
     def close(self, cause: str = "the instance is closed") -> None:
         """Fail every transfer; when it returns, no thread of the node reads or writes the engine's memory any more.
 
-        What is being hashed is hashed to the end, one batch at most. May be called twice.
+        What is being hashed is hashed to the end, one batch at most. Where that hangs, as on a device that does, an
+        error is logged after `_END_S`, and the engine goes on. May be called twice.
         """
         self._thread.post(self._listener.close)
         self._stop()
@@ -233,9 +239,17 @@ class Node:
         for region in self._memory.regions:
             with contextlib.suppress(TransferError):  # what is still written then, closing cuts off
                 self._memory.unregister(region)
+        if not apart(self._end_threads, _END_S):
+            said = "a thread still has to do with KV that was to be transferred: after %g s the engine gets its memory back"
+            log_once("transfer.end", said, _END_S, level=logging.ERROR, logger=logger)
+
+    @contained(nothing)
+    def _end_threads(self) -> None:
         self._transports.close()
         for executor in self._executors:
-            executor.shutdown(cancel_futures=True)
+            executor.close()
+        for executor in self._executors:
+            executor.join()
         while self._staging:
             self._staging.pop().close()
 

@@ -6,14 +6,12 @@ threads of its own, and holds up nobody but who asks there.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from transfer.threads import DaemonThreads
 from transfer.transports.base import TransferError
 
 _NUM_THREADS = 2
@@ -22,44 +20,9 @@ _MAX_SERVERS = 64
 """That have never answered; and as many that have."""
 
 
-class _Threads:
-    """Those of one server. A process that ends waits for threads of a `ThreadPoolExecutor`, and for none of these."""
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._num_threads = 0
-
-    def submit(self, find: Callable[[], Any]) -> Future[Any]:
-        """Raises RuntimeError where no thread can be started."""
-        if self._num_threads < _NUM_THREADS:
-            threading.Thread(target=self._run, name="mooncake-connector-bootstrap", daemon=True).start()
-            self._num_threads += 1
-        asked: Future[Any] = Future()
-        self._work.put((asked, find))
-        return asked
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            asked, find = item
-            if asked.set_running_or_notify_cancel():
-                try:
-                    asked.set_result(find())
-                except BaseException as error:
-                    asked.set_exception(error)
-            del item, asked, find  # they hold a request
-
-    def close(self) -> None:
-        """Ask nothing more; a thread ends once its server has answered."""
-        with suppress(Empty):
-            while (item := self._work.get_nowait()) is not None:
-                item[0].cancel()
-        for _ in range(self._num_threads):
-            self._work.put(None)
-
-
 @dataclass(slots=True)
 class _Server:
-    threads: _Threads = field(default_factory=_Threads)
+    threads: DaemonThreads = field(default_factory=lambda: DaemonThreads(_NUM_THREADS, "mooncake-connector-bootstrap"))
     questions: dict[str, Future[Any]] = field(default_factory=dict)
     """By what they are, those that are not answered, or were just now."""
     has_answered: bool = False

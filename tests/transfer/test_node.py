@@ -16,6 +16,7 @@ from simulated.waiting import wait_for
 
 import transfer.fetching
 import transfer.serving
+import transfer.session
 from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import Table
@@ -290,6 +291,24 @@ def test_closing_returns_when_no_thread_reads_the_engine_s_memory(make, monkeypa
     assert hashing.wait(60)
     (p if side == "prefill" else d).ranks[0].node.close()
     assert not inside
+
+
+def test_a_thread_that_hangs_keeps_no_engine_from_ending(make, monkeypatch, caplog):
+    """As one does that reads from a device which has stopped."""
+    prefill, decode = make
+    hashing, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(transfer.session, "_END_S", 0.05)
+    monkeypatch.setattr(transfer.serving, "page_checksums", lambda *args: hashing.set() or go_on.wait(60) and [])
+    p, d = prefill(), decode()
+    node = p.ranks[0].node
+    p.prefill("t")
+    d.fetch("t", p.where, computed=True)
+    assert hashing.wait(60)
+    node.close()
+    assert "the engine gets its memory back" in caplog.text and not go_on.is_set()
+    assert all(thread.daemon for executor in node._executors for thread in executor._threads), "a process would wait"
+    go_on.set()
+    wait_for(lambda: not any(thread.is_alive() for executor in node._executors for thread in executor._threads))
 
 
 def test_closing_leaves_no_thread_and_no_descriptor():
