@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.embedded.locks import open_file
+from store_client.embedded.locks import open_file, secure_bytes
 from store_client.embedded.names import U8, U64, hash_key, hash_keys
 from store_client.embedded.table import now_ns
 from store_client.fate import UNKNOWN, Fate, Known, Lost
@@ -137,7 +137,7 @@ def _mapped(path: Path, nbytes: int) -> mmap.mmap:
         os.unlink(path)  # who has it mapped keeps it
     fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        secure_bytes(fd, 0, nbytes)
         return mmap.mmap(fd, nbytes)
     except BaseException:
         os.unlink(path)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.002
+_SECURED_NBYTES = 2 << 20
+"""At once: within a millisecond."""
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -36,6 +38,17 @@ def write_file(path: Path, content: bytes) -> None:
     """A file with exactly this content. Raises OSError, also for what did not fit."""
     with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(content)
+
+
+def secure_bytes(fd: int, start: int, nbytes: int) -> None:
+    """Make the file hold these bytes: a store through a mapping into a full file system kills the process. Raises
+    OSError; some are held then.
+
+    Little by little: many kernels give all of a step back where a signal meets it, in memory, and Python takes the step
+    again, for as long as a profiler sends signals.
+    """
+    for at in range(start, start + nbytes, _SECURED_NBYTES):
+        os.posix_fallocate(fd, at, min(_SECURED_NBYTES, start + nbytes - at))
 
 
 class LockTimeout(Exception):

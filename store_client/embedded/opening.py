@@ -21,7 +21,7 @@ from store_client.embedded.faults import DAMAGE
 from store_client.embedded.feed import FEED_NBYTES, Feed
 from store_client.embedded.folder import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
-from store_client.embedded.locks import FileLock, LockTimeout
+from store_client.embedded.locks import FileLock, LockTimeout, secure_bytes
 from store_client.embedded.policies import DEFAULT_POLICY, hints_nbytes, policy_number
 from store_client.embedded.pool import Pool
 from store_client.embedded.table import Table, table_nbytes
@@ -142,11 +142,10 @@ def _cannot_create(path: Path, capacity: int, error: OSError) -> str:
 
 
 def _secure(path: Path, nbytes: int, flags: int = 0) -> None:
-    """Make the file hold so many bytes: a store through a mapping into a full file system kills the process."""
+    """Make the file hold so many bytes."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
-        if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
+        secure_bytes(fd, 0, nbytes)
     finally:
         os.close(fd)
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded.faults import start_thread
+from store_client.embedded.locks import secure_bytes
 from store_client.embedded.memory_limit import left_for
 
 AHEAD_NBYTES = 256 << 20
@@ -61,7 +62,7 @@ class Securing:
                 self._start = self._stop = start
             if stop > self._stop:
                 self._check_limit(stop - self._stop)
-                os.posix_fallocate(self._fd, self._stop, stop - self._stop)
+                secure_bytes(self._fd, self._stop, stop - self._stop)
                 self._stop = stop
             self._target = min(stop + self._distance(limit), limit)
             begins = not self._running and self._target > self._stop

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.embedded.locks import open_file
+from store_client.embedded.locks import open_file, secure_bytes
 from store_client.embedded.policies.hints import Hints, hints_nbytes
 
 logger = get_logger(__name__)
@@ -23,7 +23,10 @@ def open_hints(path: Path, max_pages: int) -> Hints | None:
             new.unlink(missing_ok=True)
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                os.posix_fallocate(fd, 0, nbytes)
+                secure_bytes(fd, 0, nbytes)
+            except OSError:
+                new.unlink()
+                raise
             finally:
                 os.close(fd)
             os.replace(new, path)
