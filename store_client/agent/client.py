@@ -92,8 +92,6 @@ class Client:
         if not self.ready or len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._refuse(asked)
             return
-        if not self._awaits_s:
-            self._awaits_s = asked.asked_s
         if len(asked.keys) > _AT_ONCE_KEYS or not self._say_at_once(asked):
             self._leave_to_thread(asked)
 
@@ -332,6 +330,7 @@ class Client:
             return parts + messages.frame(messages.Seek(number, place, keys, item.nbytes))
         self._in_flight[number] = item
         self._kept.append(item)
+        self._awaits_s = self._awaits_s or time.monotonic()
         ask = messages.Ask(number, place, keys, parent, item.nbytes, item.deadline_s, item.prefill_tokens_s)
         return parts + messages.frame(ask)
 

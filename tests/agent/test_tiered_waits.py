@@ -154,6 +154,21 @@ def test_an_agent_is_silent_that_says_nothing_of_what_was_asked(pool):
         assert client.is_silent(now_s + 1000) and not client.is_silent(now_s)
 
 
+def test_an_agent_that_was_not_asked_is_not_silent(pool, monkeypatch):
+    with running(pool) as agent, tiered(pool) as store:
+        space, client = space_of(store), store._client
+        until(lambda: client._outbox.empty())
+        with monkeypatch.context() as full, client._mouth.turn:
+            full.setattr("store_client.agent.client._MAX_WAITING", 0)
+            space.lookup(chain("a", 3))
+            assert client.failures["agent_busy"]
+        assert not client.is_silent(time.monotonic() + 1000)
+        monkeypatch.setattr(client, "listen", lambda: None)  # to its signs of life
+        space.lookup(chain("a", 3))
+        until(lambda: agent.fetches.asked)
+        assert client.is_silent(time.monotonic() + 1000)
+
+
 def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more(pool, monkeypatch):
     """The pool may have lost the pages that landed meanwhile: reading them tells."""
     monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 3600.0)
@@ -173,6 +188,33 @@ def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more
         asked.tell(Word(coming=4, landed=2, settled=True))
         settled(space, keys, Lookup(0, False, 4))
         assert set(looks) == {5} and len(looks) > 1
+
+
+def test_nothing_is_promised_any_more_once_the_agent_is_lost(pool, monkeypatch):
+    """Before its asks have ended, which another thread sees to."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        promised(agent, space, keys)
+        monkeypatch.setattr(store._client, "ready", False)
+        assert space.lookup(keys) == UNHEARD
+
+
+def test_what_no_single_ask_has_room_for_is_asked_for_as_well(pool, monkeypatch):
+    """The keys that are too many for one are left out when it is sent, and lookups have been answered by then."""
+    monkeypatch.setattr("store_client.agent.messages.MAX_KEYS", 4)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
+    keys = chain("a", 6)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        until(lambda: store._client._outbox.empty())
+        with store._client._mouth.turn:
+            assert space.lookup(keys).pending
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=4))
+        until(lambda: store._client.listen() or space._asks[keys[0]].coming)
+        until(lambda: space.lookup(keys) and len(agent.fetches.asked) == 2)
+        assert list(agent.fetches.asked[1].wish.keys) == keys[4:]
 
 
 def test_what_was_announced_a_moment_ago_is_not_looked_up_in_the_pool_again(pool, monkeypatch):
