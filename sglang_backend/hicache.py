@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 _FIRST_WAIT_S = 2.0
 """How long attaching waits for the model's files to be hashed and the pool to open; both go on in the background."""
+_CLOSE_S = 5.0
+"""How long closing the pool is waited for: others of this process may just open one, on a file system that hangs."""
 _CLEAR_S = 2.0
 """How long clearing is waited for: 400,000 pages and more go in that time."""
 
@@ -301,10 +303,10 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     @contained(nothing)
     def close(self) -> None:
-        """Let go of the store; every later call misses. May be called twice."""
+        """Let go of the store; every later call misses. May be called twice, also by SGLang's scheduler."""
         self._movers.stop()
-        if self._store is not None:
-            self._store.close()
+        if self._store is not None and not apart(contained(nothing)(self._store.close), _CLOSE_S):
+            log_once("sglang.close", "closing the pool takes longer than %g s, and goes on", _CLOSE_S, logger=logger)
 
     def _check_page_size(self, pool: HostKVCache) -> None:
         page_size = getattr(pool, "page_size", None)

@@ -26,6 +26,7 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackgroundStore, "wait", lambda store, timeout_s: first_attempt(store, 60.0))
     monkeypatch.setattr("sglang_backend.stored_pool._LOOKUP_HANGS_S", 60.0)
     monkeypatch.setattr("sglang_backend.hicache._CLEAR_S", 60.0)
+    monkeypatch.setattr("sglang_backend.hicache._CLOSE_S", 60.0)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from simulated.waiting import wait_for
 
 from sglang_backend import BACKEND, stored_pool
 from store_client.base import Lookup, StoreStats
-from store_client.embedded import EmbeddedStore
+from store_client.embedded import EmbeddedStore, registry
 from store_client.sharded import ShardView
 
 TOKENS = [token * 7 % 257 for token in range(5 * 64 + 10)]
@@ -181,6 +181,14 @@ def test_detached_and_attached_again(start, pool: Path) -> None:
     assert rank.load(TOKENS)[0] == FULL
     assert controller.clear_storage_backend() is True
     assert rank.load(TOKENS)[0] == 0
+
+
+def test_a_pool_that_cannot_be_closed_does_not_hold_up_sglangs_scheduler(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = start(seed=1)
+    monkeypatch.setattr("sglang_backend.hicache._CLOSE_S", 0.05)
+    with registry._lock:  # as while another pool of this process is being opened
+        rank.detach()
+        assert rank.controller.storage_backend is None
 
 
 def test_a_clear_that_takes_long_goes_on_without_sglangs_scheduler(start, monkeypatch: pytest.MonkeyPatch) -> None:

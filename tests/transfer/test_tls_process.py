@@ -147,6 +147,8 @@ def test_its_end_is_counted_and_logged_once(stack, files, caplog):
     assert [record.getMessage() for record in caplog.records].count(
         "the process that does TLS ended (signal 9): all connections with TLS are lost; the next one starts another"
     ) == 1
+    with tls_._process._lock:
+        assert pair.sender.take_counts() == {}, "an engine does not wait for who starts it again"
     assert pair.sender.take_counts() == {"tls_process_ends": {"signal 9": 3}} and pair.sender.take_counts() == {}
 
 
