@@ -240,7 +240,7 @@ class Node:
             with contextlib.suppress(TransferError):  # what is still written then, closing cuts off
                 self._memory.unregister(region)
         if not apart(self._end_threads, _END_S):
-            said = "a thread still has to do with KV that was to be transferred: after %g s the engine gets its memory back"
+            said = "a thread still works on KV that was to be transferred: after %g s the engine gets its memory back"
             log_once("transfer.end", said, _END_S, level=logging.ERROR, logger=logger)
 
     @contained(nothing)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.002
-_SECURED_NBYTES = 2 << 20
-"""At once: within a millisecond."""
+_SECURED_NBYTES = 8 << 20
+"""At once: within some milliseconds."""
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -183,7 +183,7 @@ def test_detached_and_attached_again(start, pool: Path) -> None:
     assert rank.load(TOKENS)[0] == 0
 
 
-def test_a_pool_that_cannot_be_closed_does_not_hold_up_sglangs_scheduler(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_cannot_be_closed_holds_up_no_scheduler(start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = start(seed=1)
     monkeypatch.setattr("sglang_backend.hicache._CLOSE_S", 0.05)
     with registry._lock:  # as while another pool of this process is being opened

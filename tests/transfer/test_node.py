@@ -298,7 +298,7 @@ def test_a_thread_that_hangs_keeps_no_engine_from_ending(make, monkeypatch, capl
     prefill, decode = make
     hashing, go_on = threading.Event(), threading.Event()
     monkeypatch.setattr(transfer.session, "_END_S", 0.05)
-    monkeypatch.setattr(transfer.serving, "page_checksums", lambda *args: hashing.set() or go_on.wait(60) and [])
+    monkeypatch.setattr(transfer.serving, "page_checksums", lambda *args: hashing.set() or (go_on.wait(60) and []))
     p, d = prefill(), decode()
     node = p.ranks[0].node
     p.prefill("t")
