@@ -20,7 +20,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.errors import ConfigError
 from vllm_plugin import CONNECTOR, MODULE
-from vllm_plugin.device.checks import check_page_locks
+from vllm_plugin.device.checks import check_allocator, check_page_locks
 from vllm_plugin.early import parts
 
 KNOWN_VERSION = "0.32.0"
@@ -63,6 +63,7 @@ def run(transfer_config: str | None = None) -> Iterator[Check]:
         yield failed("connector", f"vLLM's factory cannot load it: {type(error).__name__}: {error}")
         return
     yield checks.interface("connector", connector, beside=_LATER)
+    yield from check_allocator()
     yield from check_page_locks()
     if transfer_config is not None:
         yield from check_config(transfer_config)

@@ -19,7 +19,7 @@ from vllm_plugin.geometry import Geometry, Group
 from vllm_plugin.states import StateBlocks, StateGroup, state_tensors
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 class GroupMemory:
@@ -104,7 +104,7 @@ class KVMemory:
         understood = [part.understand(kv_caches, self._num_blocks, engine) for part in self.groups.values()]
         self.device = device = understood[0][0][0].device
         self.record = recorder(device)
-        self.sleeps = device.type != "cpu" and engine.model_config.enable_sleep_mode
+        self.sleeps = device.type != "cpu" and can_unmap(engine.model_config)
         for part, (tensors, blocks) in zip(self.groups.values(), understood, strict=True):
             part.tensors, part.blocks = tensors, blocks
         if self._config.prefix_reuse:
@@ -148,6 +148,12 @@ class KVMemory:
 def attention_layers(geometry: Geometry) -> tuple[str, ...]:
     """Those of all groups that vLLM names while it computes them; it names none that keeps a state."""
     return tuple(name for group in geometry.groups if group.kind != "state" for name in group.layer_names)
+
+
+def can_unmap(model: ModelConfig) -> bool:
+    """Whether the KV cache is in an allocator of vLLM's that takes its memory away: in sleep mode, and on CUDA also
+    without it (`release_kv_cache_memory`)."""
+    return model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False)
 
 
 def recorder(device: torch.device) -> Callable[[], Wait | None]:

@@ -11,12 +11,14 @@ import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from causes import forget_causes
 from simulated.cuda_driver import Library
+from vllm.config import KVTransferConfig
 
 from mooncake_connector.checks import Verdict
 from store_client import EmbeddedStore
@@ -24,6 +26,7 @@ from store_client.embedded import locked_memory
 from store_client.testing import PAGE_NBYTES, SHARD, chain, namespace, put_chain
 from transfer.transports.base import Unavailable
 from transfer.transports.cuda.driver import CudaError, Driver
+from vllm_plugin import CONNECTOR
 from vllm_plugin.device import checks
 from vllm_plugin.device.page_locks import PageLocks
 
@@ -221,3 +224,20 @@ def test_the_doctor_is_silent_where_there_is_no_device(monkeypatch):
 
     monkeypatch.setattr(checks, "system_driver", none)
     assert list(checks.check_page_locks()) == []
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:True", "max_split_size_mb:64,expandable_segments:True"])
+def test_the_doctor_warns_of_segments_with_which_vllm_does_not_start(base_config, monkeypatch, setting):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    with pytest.raises(ValueError, match="expandable_segments"):
+        replace(base_config, kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both"))
+    (check,) = checks.check_allocator()
+    assert check.status is Verdict.WARNING and "--enable-cumem-allocator" in check.detail
+
+
+@pytest.mark.parametrize("setting", [None, "", "expandable_segments:False"])
+def test_the_doctor_says_nothing_of_other_settings_of_torchs_allocator(monkeypatch, setting):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    assert list(checks.check_allocator()) == []

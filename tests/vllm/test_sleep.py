@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import oracle
 import pytest
@@ -13,6 +16,22 @@ from pd import PROMPT as LEG
 from pd import MakePair, every_order, node_of, port_of, prefill_params, run_all
 
 from vllm_plugin.pd import worker as pd_worker
+
+
+@pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator", None])
+def test_memory_may_go_wherever_vllm_has_an_allocator_that_takes_it_away(
+    start: Start, base_config: Any, setting: str | None
+) -> None:
+    """`release_kv_cache_memory` asks for no sleep mode, only for the allocator that sleep mode brings along."""
+    worker = start().workers[0]
+    memory, model = worker.side.memory, copy.copy(base_config.model_config)
+    if setting is not None:
+        assert getattr(model, setting) is False, "vLLM has it, off by default"
+        setattr(model, setting, True)
+    assert not memory.sleeps
+    memory._vllm_config = SimpleNamespace(model_config=model)
+    memory.register({name: tensor.to("meta") for name, tensor in worker.side._kv_caches.items()})
+    assert memory.sleeps is (setting is not None)
 
 
 def sleep(engine: Engine) -> None:

@@ -1,8 +1,10 @@
-"""What `mooncake-connector doctor vllm` says of devices: whether a pool's memory can be page-locked for them."""
+"""What `mooncake-connector doctor vllm` says of devices: whether a pool's memory can be page-locked for them, and
+whether vLLM starts with torch's allocator as it is set."""
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +18,19 @@ from vllm_plugin.device.page_locks import MEND, limit
 _NAME = "page locks"
 _TRIED_NBYTES = 64 << 20
 """More than the usual default of the limit."""
+
+
+_ALLOCATOR, _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+
+
+def check_allocator() -> Iterator[Check]:
+    """vLLM refuses torch's expandable segments beside any connector, as it may pin memory that they move."""
+    if _SEGMENTS in os.environ.get(_ALLOCATOR, ""):
+        yield warning(
+            "allocator",
+            f"{_ALLOCATOR} has {_SEGMENTS}, with which vLLM starts no KV connector: unset it, or start vLLM with "
+            "--enable-cumem-allocator, whose memory may go, so that pages are copied aside before they are stored",
+        )
 
 
 def check_page_locks() -> Iterator[Check]:
