@@ -173,6 +173,11 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     context_parallel = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     if context_parallel > 1:
         raise Unsupported("context parallelism splits the tokens of a block over ranks")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise Unsupported(
+            "with the external launcher each rank has a scheduler of its own, which hears of its own pages alone; "
+            "ranks would compute different batches and wait for each other for ever"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("KV scales computed at run time differ between instances")
 

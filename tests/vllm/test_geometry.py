@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_context_parallelism_is_refused(configs: tuple[Any, KVCacheConfig]) -> N
     config, cache = configs
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(Unsupported, match="context parallelism"):
+        read_geometry(config, cache)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_that_schedule_by_themselves_are_refused(configs: tuple[Any, KVCacheConfig], world_size: int) -> None:
+    """Pages arrive at each of them at another time, while vLLM takes it for granted that all schedule alike."""
+    config, cache = configs
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.world_size = world_size
+    with pytest.raises(Unsupported, match="external launcher") if world_size > 1 else nullcontext():
         read_geometry(config, cache)
 
 
