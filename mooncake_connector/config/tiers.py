@@ -176,7 +176,7 @@ def _decode_tier(number: int, entry: Any) -> AnyTier:
             raise ValueError(f"tier {number} ({kind}) lacks `{field.name}`")
     try:
         return msgspec.convert(fields, AnyTier, dec_hook=lambda wanted, seen: decode(wanted, seen, True))
-    except (ValueError, OverflowError) as error:
+    except (msgspec.ValidationError, ValueError, OverflowError) as error:  # of msgspec 0.21 the first is the second
         raise ValueError(f"tier {number} ({kind}): {printable(str(error), 200)}") from None
 
 
