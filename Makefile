@@ -22,6 +22,8 @@ VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
 VLLM_NEXT := .cache/vllm-0.33
 TRITON := .cache/triton-3.6
+NEW_PYTHON := .venvs/python-3.12
+LOWEST := .venvs/lowest
 PEER_ENV := .venvs/peers
 ROUTERS := .venvs/routers
 BUILT := .cache/wheel/.built
@@ -29,7 +31,7 @@ PANELS := .cache/panels/page.js
 
 .PHONY: bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-index bench-eviction
 .PHONY: bench-hybrid bench-serve bench-unnamed
-.PHONY: help setup dev vllm vllm-next triton sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu test-rdma bench lint clean
+.PHONY: help setup dev vllm vllm-next triton pythons sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu test-rdma bench lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -46,11 +48,12 @@ help:
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
 
-setup: dev vllm vllm-next triton sglang routers panels
+setup: dev vllm vllm-next triton pythons sglang routers panels
 dev: system-packages $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.nixl $(DEV)/.s3 $(DEV)/.wheel
 vllm: system-packages $(VLLM)/.engine $(VLLM)/.tests $(VLLM)/.wheel .cache/models/.made
 vllm-next: $(VLLM_NEXT)/.made
 triton: $(TRITON)/.made
+pythons: $(NEW_PYTHON)/.made $(LOWEST)/.made
 sglang: system-packages $(SGLANG)/.engine $(SGLANG)/.tests $(SGLANG)/.mooncake $(SGLANG)/.wheel
 routers: $(ROUTERS)/.installed
 panels: $(PANELS)
@@ -68,7 +71,7 @@ demo-engines: vllm sglang
 
 test: setup
 	@tests/tools/system_packages.sh $(REQUIREMENTS)/rdma-system.txt
-	@$(DEV)/bin/python tests/tools/run.py e2e pd slow vllm sglang-pd e2e-sglang transfer rdma store tiers sglang vllm-0.33 triton-3.6 lint
+	@$(DEV)/bin/python tests/tools/run.py e2e pd slow vllm sglang-pd e2e-sglang transfer rdma store tiers sglang vllm-0.33 triton-3.6 python-3.12 lowest lint
 
 test-fast: system-packages $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py transfer store
@@ -166,6 +169,13 @@ $(TRITON)/.made: $(REQUIREMENTS)/triton.txt $(VLLM)/.engine
 	@rm -rf $(@D)
 	@if $(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps --target $(@D) -r $<; then touch $@; \
 		else echo 'NOT INSTALLED: Triton 3.6; kernels will be compiled with newer versions alone' >&2; fi
+
+# What is installed in engines' images, and what `pyproject.toml` declares. Where no such Python is there is no stamp.
+$(NEW_PYTHON)/.made: $(REQUIREMENTS)/pythons.txt $(CONSTRAINTS) tests/tools/install_python.sh $(BUILT)
+	@tests/tools/install_python.sh 3.12 $< $(@D) .cache/wheel/*.whl $(addprefix -c ,$(CONSTRAINTS))
+
+$(LOWEST)/.made: $(REQUIREMENTS)/pythons.txt tests/tools/install_python.sh $(BUILT)
+	@tests/tools/install_python.sh --lowest 3.10 $< $(@D) .cache/wheel/*.whl
 
 # vLLM's environment seen through another one, which has what only the comparison needs, LMCache's older numpy included.
 $(PEER_ENV)/.installed: $(REQUIREMENTS)/peers.txt | $(VLLM)/.engine

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SYSTEM_PACKAGES = REPOSITORY / "tests" / "tools" / "system_packages.sh"
+INSTALL_PYTHON = REPOSITORY / "tests" / "tools" / "install_python.sh"
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="NOT TESTED: needs make")
 
@@ -99,3 +102,56 @@ def test_what_could_not_be_installed_is_said_and_tried_again(tmp_path, stamp, sa
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and (f"NOT INSTALLED: {says}" in done.stderr) == bool(status), done.stderr
         assert (tmp_path / stamp).exists() == (not status)
+
+
+# Another Python: it makes environments of itself, installs nothing, and leaves programs to the one of these tests.
+OTHER_PYTHON = """
+echo "$@" >>"$STATE/calls"
+[[ $1 != - ]] || exec {python} -
+[[ $2 != venv ]] || {{ mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }}
+[[ "$*" != *"pip install"* ]] || exit "$NO_NETWORK"
+"""
+
+
+@pytest.fixture
+def install_python(tmp_path: Path) -> Run:
+    """Runs the script for Python 3.98. The one on the PATH is a shim that does not start; pyenv has 3.9.1 besides."""
+    programs, versions = tmp_path / "programs", tmp_path / "pyenv" / "versions"
+    programs.mkdir()
+    program(programs / "pyenv", f"echo {tmp_path / 'pyenv'}\n")
+    program(programs / "python3.98", "echo 'pyenv: python3.98: command not found' >&2; exit 127\n")
+
+    def run(*options: str, has_it: bool = True, no_network: int = 0) -> subprocess.CompletedProcess[str]:
+        for version in ("3.9.1", "3.98.2") if has_it else ("3.9.1",):
+            (versions / version / "bin").mkdir(parents=True)
+            program(versions / version / "bin" / "python", OTHER_PYTHON.format(python=sys.executable))
+        environment = {
+            **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "STATE": str(tmp_path),
+            "NO_NETWORK": str(no_network),
+        }  # fmt: skip
+        command = [INSTALL_PYTHON, *options, "3.98", "list.txt", tmp_path / "made", "a.whl"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+class TestOtherPython:
+    def test_one_of_pyenv_is_taken_where_that_on_the_path_does_not_start(self, install_python, tmp_path):
+        done = install_python()
+        assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "made" / ".made").exists()
+        assert "a.whl[index,object] -r list.txt" in (tmp_path / "calls").read_text()
+
+    @pytest.mark.parametrize("state", [{"has_it": False}, {"no_network": 1}], ids=["no such Python", "no network"])
+    def test_what_cannot_be_made_is_said_and_leaves_no_stamp(self, install_python, tmp_path, state):
+        done = install_python(**state)
+        assert done.returncode == 0 and not (tmp_path / "made" / ".made").exists()
+        assert f"NOT INSTALLED: {tmp_path / 'made'} with Python 3.98; its tests are skipped" in done.stderr
+        assert ("there is no Python 3.98" in done.stderr) == ("has_it" in state)
+
+    def test_the_lowest_versions_are_those_that_are_declared(self, install_python, tmp_path):
+        install_python("--lowest")
+        asked = [line.partition(";")[0].strip() for line in (tmp_path / "made" / "lowest.txt").read_text().splitlines()]
+        declared = {requirement.partition(";")[0] for requirement in requires("mooncake-connector") or []}
+        assert {pinned.replace("==", ">=") for pinned in asked} <= declared
+        assert {pinned.partition("==")[0] for pinned in asked} >= {"typer", "tomli", "uvicorn", "obstore"}
+        assert "made/lowest.txt -r list.txt" in (tmp_path / "calls").read_text()

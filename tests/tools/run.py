@@ -34,10 +34,19 @@ DEV = ROOT / ".venv" / "bin"
 VLLM, SGLANG = (ROOT / ".venvs" / engine / "bin" for engine in ("vllm", "sglang"))
 VLLM_NEXT = ROOT / ".cache" / "vllm-0.33"
 TRITON = ROOT / ".cache" / "triton-3.6"
+NEW_PYTHON, LOWEST = (ROOT / ".venvs" / name for name in ("python-3.12", "lowest"))
 # What another version of vLLM can change: the interface, and what its scheduler makes of our answers.
 NEXT_MODULES = (
     "surface", "events", "doctor", "sleep", "loads", "saves", "walk", "reset", "early", "multi",
     "pd_prefill", "pd_decode", "pd_reset",
+)  # fmt: skip
+# What another Python or another version of a package can change: the command line, what is read from outside (settings,
+# messages), processes that fork, TLS, and one test of each kind of store, server and transfer.
+PYTHON_MODULES = (
+    "ground/test_cli.py", "ground/test_cli_store.py", "ground/test_config_hostile.py", "ground/test_contain.py",
+    "ground/test_deploy_file.py", "ground/test_log.py", "store/test_conformance.py", "store/test_fork.py",
+    "store/tiers/test_conformance.py", "agent/test_server.py", "agent/test_index_events.py",
+    "transfer/test_handshake.py", "transfer/test_messages.py", "transfer/test_tls.py",
 )  # fmt: skip
 AT_ONCE = min(2, os.cpu_count() or 1)
 STOP_S = 60.0
@@ -86,6 +95,15 @@ TRANSFER = ("tests/transfer", "tests/repo", "tests/bench")  # about half of what
 RDMA = "tests/rdma"
 TIERS = ("tests/tiers", "tests/agent", "tests/store/tiers")
 
+
+def other_python(where: Path) -> Stage:
+    """A sample of what needs no engine, in an environment that install_python.sh makes."""
+    modules = [f"tests/{module}" for module in PYTHON_MODULES]
+    return Stage(
+        [pytest(where / "bin", "-m", "not slow and not engine", *modules)], limit_s=900, needs=where / ".made"
+    )
+
+
 STAGES = {
     "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=600),
     "transfer": Stage([pytest(DEV, "-m", "not slow and not engine", *TRANSFER)], limit_s=2400),
@@ -123,6 +141,9 @@ STAGES = {
         variables={"PYTHONPATH": str(TRITON)},
         needs=TRITON / ".made",
     ),
+    # The Python of engines' images, and on the oldest the lowest versions that pyproject.toml declares.
+    "python-3.12": other_python(NEW_PYTHON),
+    "lowest": other_python(LOWEST),
     "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=2700),
     "e2e": Stage(
         [pytest(VLLM, "-v", "tests/e2e", *(f"--ignore=tests/e2e/{name}" for name in E2E_APART))],
