@@ -12,8 +12,9 @@ import pytest
 from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client.agent.index import parts
 from store_client.agent.index.hashes import seq_hashes
-from store_client.agent.index.parts import Parts
-from store_client.agent.index.requests import Refused, _plain_tokens, decode_query
+from store_client.agent.index.parts import Parts, Prompt, names_of_blocks, names_of_pages
+from store_client.agent.index.requests import Refused, decode_query
+from store_client.agent.index.text import num_tokens, read_tokens
 
 TOKENS = np.random.default_rng(4).integers(0, 150_000, 9_000).astype(np.uint32)
 ROOT = root_digest(None, "salt")
@@ -32,52 +33,86 @@ def made(monkeypatch) -> list[int]:
     return made
 
 
-def read(tokens, known: Parts, **others):
-    body = json.dumps({"model": "m", "block_size": 16, "token_ids": [int(token) for token in tokens], **others})
+def asked(tokens, known: Parts) -> Prompt:
+    body = json.dumps({"model": "m", "block_size": 16, "token_ids": [int(token) for token in tokens]})
     return decode_query(body.encode(), known)[1]
 
 
+def read(tokens, known: Parts):
+    prompt = asked(tokens, known)
+    found = prompt.tokens(0, prompt.num_parts)
+    assert prompt.num_tokens == len(found)
+    return found
+
+
+def named(names, prompt: Prompt, each: int = 1_000) -> list:
+    for to in range(each, prompt.num_parts + each, each):
+        names.extend(min(to, prompt.num_parts))
+    return names.made
+
+
+def pages(tokens, known: Parts, root: bytes = b"", size: int = 64) -> list[bytes]:
+    prompt = asked(tokens, known)
+    return named(names_of_pages(prompt, known, size, root), prompt)
+
+
+@pytest.mark.parametrize("each", [1, 2, 1_000])
 @pytest.mark.parametrize("end", [9_000, 8_192, 4_095, 1_024, 15, 0])
-@pytest.mark.parametrize("most", [0, 4096])
-def test_names_are_those_of_the_whole_prompt_the_first_time_and_the_next(end, most):
-    known, tokens = Parts(most), TOKENS[:end]
+@pytest.mark.parametrize("most_nbytes", [0, 1 << 20])
+def test_names_are_those_of_the_whole_prompt_the_first_time_and_the_next(end, most_nbytes, each):
+    known, tokens = Parts(most_nbytes), TOKENS[:end]
     for _ in range(2):
-        assert known.page_keys(tokens, 64, ROOT) == page_keys(tokens, 64, root=ROOT)
-        assert known.page_keys(tokens, 64, b"") == page_keys(tokens, 64)
-        assert known.seq_hashes(tokens, 16) == seq_hashes(tokens, 16)
-        assert known.seq_hashes(tokens, 64) == seq_hashes(tokens, 64)
+        for prompt in (asked(tokens, known), Prompt(tokens)):
+            for size in (1, 64, 5_000):
+                for root in (ROOT, b""):
+                    names = names_of_pages(prompt, known, size, root)
+                    assert named(names, prompt, each) == page_keys(tokens, size, root=root)
+                names = names_of_blocks(prompt, known, size)
+                assert named(names, prompt, each) == seq_hashes(tokens, size)
         assert (read(tokens, known) == tokens).all()
 
 
-def test_a_turn_more_costs_that_turn(made):
+def test_a_turn_more_costs_that_turn_and_less_than_a_part_before_it(made):
     known = Parts()
-    known.page_keys(TOKENS[:8_192], 64, b"")
-    assert sum(made) == 8_192
+    assert pages(TOKENS[:8_192], known) and sum(made) == 8_192
     made.clear()
-    known.page_keys(TOKENS, 64, b"")
-    assert sum(made) == len(TOKENS) - 8_192
+    pages(TOKENS, known)
+    assert sum(made) < len(TOKENS) - 8_192 + 2_500
 
 
 def test_what_differs_at_its_beginning_has_no_part_in_common(made):
     known, other = Parts(), TOKENS.copy()
     other[0] += 1
-    known.page_keys(TOKENS, 64, b"")
+    pages(TOKENS, known)
     made.clear()
-    assert known.page_keys(other, 64, b"") == page_keys(other, 64)
+    assert pages(other, known) == page_keys(other, 64)
     assert sum(made) == len(TOKENS)
-    assert known.page_keys(TOKENS, 64, ROOT) == page_keys(TOKENS, 64, root=ROOT), "nor what has another salt"
+    assert pages(TOKENS, known, ROOT) == page_keys(TOKENS, 64, root=ROOT), "nor what has another salt"
 
 
-def test_so_many_parts_are_kept_and_those_that_were_not_wanted_longest_go(made):
-    known = Parts(most=2)
-    known.page_keys(TOKENS[:8_192], 64, b"")
-    known.page_keys(TOKENS[:4_096], 64, b"")
-    known.page_keys(TOKENS[:8_192], 64, ROOT)
+def test_the_bytes_that_are_kept_are_bounded_and_what_was_not_wanted_longest_goes(made):
+    prompts = [np.roll(TOKENS, at) for at in range(4)]
+    known = Parts(100_000)
+    for tokens in prompts:
+        pages(tokens, known)
+        pages(prompts[0], known)
+        assert known.nbytes <= 100_000
     made.clear()
-    known.page_keys(TOKENS[:8_192], 64, ROOT)
-    assert sum(made) == 0
-    known.page_keys(TOKENS[:4_096], 64, b"")
-    assert sum(made) == 4_096
+    pages(prompts[0], known)
+    assert sum(made) < 2_500, "it was wanted all the time"
+    made.clear()
+    pages(prompts[1], known)
+    assert sum(made) == len(TOKENS)
+
+
+def test_no_part_is_read_before_somebody_wants_to_know_it():
+    known = Parts()
+    prompt = asked(TOKENS, known)
+    assert (prompt.num_tokens, prompt.num_known, prompt.num_parts > 3) == (9_000, 0, True)
+    assert (prompt.tokens(100, 1) == TOKENS[100 : prompt.end_of(0)]).all() and prompt.end_of(0) < 3_000
+    assert asked(TOKENS, known).num_known == 1
+    prompt.tokens(0, 3)
+    assert asked(TOKENS, known).num_known == 3
 
 
 @pytest.mark.parametrize("at", [0, 5_000, 8_999])
@@ -101,24 +136,35 @@ def test_a_list_that_is_none_is_refused_though_its_other_parts_are_known(wrong):
         decode_query(body.encode(), known)
 
 
+def plain(text: str) -> list[int] | None:
+    view = memoryview(text.encode())
+    if (count := num_tokens(view)) is None:
+        return None
+    (tokens,) = read_tokens(view)
+    assert len(tokens) == count, text
+    return tokens.tolist()
+
+
 @pytest.mark.parametrize("between", [",", ", "])
 @pytest.mark.parametrize("digits", range(1, 9))
 def test_tokens_of_all_lengths_are_read_at_once(digits, between):
     draw = np.random.default_rng(digits)
     for count in (1, 2, 7, 8, 9, 500):
         tokens = [*draw.integers(0, 10**digits, count - 1).tolist(), 10**digits - 1]
-        assert _plain_tokens(memoryview(between.join(map(str, tokens)).encode())).tolist() == tokens
-        assert _plain_tokens(memoryview((" " + between.join(map(str, tokens[::-1]))).encode())).tolist() == tokens[::-1]
+        assert plain(between.join(map(str, tokens))) == tokens
+        assert plain(" " + between.join(map(str, tokens[::-1]))) == tokens[::-1]
 
 
 def test_what_is_read_at_once_is_what_is_there_and_else_nothing_is():
     draw, num_read = random.Random(5), 0
     for _ in range(20_000):
         text = "".join(draw.choices("0123456789, -x", (6,) * 10 + (9, 5, 1, 1), k=draw.randint(0, 14)))
-        if (tokens := _plain_tokens(memoryview(text.encode()))) is not None:
+        tokens = plain(text)
+        if tokens is not None:
             num_read += 1
-            assert all(re.fullmatch(" ?[0-9]{1,8}", one) for one in text.split(",")), text
-            assert tokens.tolist() == [int(one) for one in text.split(",")], text
+            assert tokens == [int(one) for one in text.split(",")], text
+        ones, others = re.fullmatch("( ?[0-9]{1,8})((?:,[0-9]{1,8})*)", text), re.fullmatch("( ?[0-9]{1,8})((?:, [0-9]{1,8})*)", text)
+        assert (tokens is not None) == (ones is not None or others is not None), text
     assert num_read > 1_000
 
 
@@ -131,6 +177,7 @@ def test_tokens_of_nine_digits_and_more_are_read_too():
 def test_a_prompt_of_which_the_first_parts_are_known_is_read_to_its_end(known):
     parts_, tokens = Parts(), np.tile(TOKENS, 2)
     read(tokens[: known * 2_400], parts_)
+    assert asked(tokens, parts_).num_known == known
     assert (read(tokens, parts_) == tokens).all()
     assert (read(tokens, parts_) == tokens).all()
 

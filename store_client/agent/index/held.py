@@ -152,12 +152,18 @@ class Held:
         """Of any owner."""
         return sum(len(blocks) for blocks in list(self._blocks.values()))
 
-    def present(self, context: Context, hashes: Sequence[int]) -> dict[int, Run]:
-        """For each owner of any of these blocks, which of them it has."""
-        blocks = self._blocks.get(context)
-        if not blocks or not hashes:
+    def __contains__(self, context: object) -> bool:
+        """Whether anybody has any block of it."""
+        return context in self._blocks
+
+    def masks(self, context: Context, hashes: Sequence[int]) -> list[int]:
+        """The owners of each block, as bits; 0 where nobody has it."""
+        return list(map(self._blocks.get(context, {}).get, hashes, repeat(0)))
+
+    def runs(self, masks: Sequence[int], block_tokens: int) -> dict[int, Run]:
+        """For each owner of any of a prompt's blocks, which of them it has: of their `masks`, in order."""
+        if not masks:
             return {}
-        masks = list(map(blocks.get, hashes, repeat(0)))
         found, leading, those = masks[0], dict[int, int](), masks[0]
         # Mostly few: owners leave a prompt one after the other.
         for at in compress(count(1), map(ne, masks[1:], masks)):
@@ -169,8 +175,11 @@ class Held:
                 those &= mask
         leading |= dict.fromkeys(_bits_of(those), len(masks))
         shared = _Masks(masks, -(-self._used // 8))  # read after the masks: an owner may be new
-        step = context.block_tokens
-        return {owner: _Owned(shared, owner, step, leading.get(owner, 0)) for owner in _bits_of(found)}
+        return {owner: _Owned(shared, owner, block_tokens, leading.get(owner, 0)) for owner in _bits_of(found)}
+
+    def present(self, context: Context, hashes: Sequence[int]) -> dict[int, Run]:
+        """The same of blocks by their names."""
+        return self.runs(self.masks(context, hashes), context.block_tokens) if context in self else {}
 
 
 def _bits_of(mask: int) -> Iterator[int]:

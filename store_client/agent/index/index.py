@@ -7,17 +7,16 @@ One thread at a time registers and asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mooncake_connector.kv.keys import root_digest
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.agent.index.hashes import Tokens32
 from store_client.agent.index.held import Context, Entries, Held, Run, union
 from store_client.agent.index.pages import Found, Pages
-from store_client.agent.index.parts import Parts
+from store_client.agent.index.parts import Names, Parts, Prompt, names_of_blocks, names_of_pages
 from store_client.agent.index.places import is_here
 from store_client.agent.index.requests import (
     MAX_HASHES,
@@ -30,6 +29,7 @@ from store_client.agent.index.requests import (
     read_hashes,
     read_page_keys,
 )
+from store_client.agent.index.walk import BlockLine, PageLine, Walk
 
 MAX_INSTANCES = 1024
 MEDIA = ("GPU", "CPU", "DISK")
@@ -49,11 +49,10 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
-    """What is asked for: blocks by rolling hash, and where tokens or page keys are given, pages."""
+class _Paged:
+    """Instances that read the same pages, and which of a prompt's there are; None where none are known."""
 
-    hashes: Mapping[int, Sequence[int]]
-    """By the tokens of a block."""
+    instances: list[Instance]
     found: Found | None
     page_tokens: int
 
@@ -108,37 +107,54 @@ class Index:
             )  # fmt: skip
         return listed
 
-    async def query(self, query: Query, tokens: Tokens32) -> dict[str, Any]:
-        """The answer to `/query` of these tokens."""
-        num_blocks = len(tokens) // query.block_size
-        tokens = tokens[: num_blocks * query.block_size]
+    async def query(self, query: Query, prompt: Prompt) -> dict[str, Any]:
+        """The answer to `/query` of this prompt."""
+        num_tokens = prompt.num_tokens // query.block_size * query.block_size
         asked = self._asked(query)
-        sizes = {size for one in asked for _, size in list(one.owners)}
-        hashes = {size: self.parts.seq_hashes(tokens[: MAX_HASHES * size], size) for size in sizes}
-        prompts: list[tuple[_Prompt, list[Instance]]] = []
+        blocks = dict[Context, BlockLine]()
+        names = dict[int, Names[int]]()
+        for context in self._contexts(query, asked):
+            size = context.block_tokens
+            if size not in names:
+                names[size] = names_of_blocks(prompt, self.parts, size)
+            blocks[context] = BlockLine(self.held, context, names[size], min(num_tokens // size, MAX_HASHES))
+        root, pages = root_digest(None, query.cache_salt or None), list[tuple[list[Instance], PageLine | None, int]]()
         for namespace, instances in self._by_namespace(asked, query.lora):
-            found = None
-            if namespace is not None:
-                root = root_digest(None, query.cache_salt or None)
-                keys = self.parts.page_keys(tokens, namespace.page_tokens, root)
-                found = await self._pages.look(namespace, keys)
-            prompt = _Prompt(hashes, found, namespace.page_tokens if namespace is not None else 1)
-            prompts.append((prompt, instances))
-        return self._answer(query, prompts)
+            if namespace is None or (look := self._pages.look(namespace)) is None:
+                pages.append((instances, None, 1))
+                continue
+            step = namespace.page_tokens
+            line = PageLine(look, names_of_pages(prompt, self.parts, step, root), num_tokens // step)
+            pages.append((instances, line, step))
+        await Walk(prompt, [*blocks.values(), *(line for _, line, _ in pages if line is not None)]).go()
+        paged = [_Paged(instances, line.found() if line is not None else None, step) for instances, line, step in pages]
+        return self._answer(query, paged, lambda context: blocks[context].runs() if context in blocks else {})
+
+    def _contexts(self, query: Query, asked: Sequence[Instance]) -> set[Context]:
+        """Those of which somebody has blocks."""
+        owned = {
+            (size, query.cache_salt or one.registered.salt) for one in asked for _, size in list(one.owners)
+        }  # fmt: skip
+        every = {Context(size, query.lora, salt) for size, salt in owned}
+        return {context for context in every if context in self.held}
 
     async def query_by_hash(self, query: QueryByHash) -> dict[str, Any]:
         """The answer to `/query_by_hash`. Pages of the pool and of tiers have names that do not follow from these
         hashes: they count where the caller gives them. Raises Refused."""
         hashes, keys = read_hashes(query), read_page_keys(query)
-        prompts: list[tuple[_Prompt, list[Instance]]] = []
+        paged = list[_Paged]()
         num_tokens = len(hashes) * query.block_size
         for namespace, instances in self._by_namespace(self._asked(query), query.lora):
-            found = None
-            if namespace is not None and keys is not None:
-                found = await self._pages.look(namespace, keys[: num_tokens // namespace.page_tokens])
-            prompt = _Prompt({query.block_size: hashes}, found, namespace.page_tokens if namespace is not None else 1)
-            prompts.append((prompt, instances))
-        return self._answer(query, prompts)
+            found, step = None, namespace.page_tokens if namespace is not None else 1
+            if namespace is not None and keys is not None and (look := self._pages.look(namespace)) is not None:
+                asked = keys[: num_tokens // step]
+                found = Found(look.in_pool(asked), await look.in_tiers(asked))
+            paged.append(_Paged(instances, found, step))
+
+        def runs(context: Context) -> Mapping[int, Run]:
+            return self.held.present(context, hashes) if context.block_tokens == query.block_size else {}
+
+        return self._answer(query, paged, runs)
 
     def _asked(self, query: Asked) -> list[Instance]:
         return [
@@ -166,22 +182,23 @@ class Index:
             grouped.setdefault(namespace, []).extend(instances)
         return list(grouped.items())
 
-    def _answer(self, query: Asked, prompts: Sequence[tuple[_Prompt, list[Instance]]]) -> dict[str, Any]:
+    def _answer(
+        self, query: Asked, every: Sequence[_Paged], runs_in: Callable[[Context], Mapping[int, Run]]
+    ) -> dict[str, Any]:
         """Of all that a question costs this is the part that grows with the number of instances."""
         instances: dict[str, dict[str, Any]] = {}
         presents: dict[tuple[int, str], Mapping[int, Run]] = {}
-        for prompt, asked in prompts:
+        for of in every:
             paged: dict[bool, list[tuple[str, Run]]] = {}
-            for instance in asked:
+            for instance in of.instances:
                 registered, here = instance.registered, instance.here
                 salt = query.cache_salt or registered.salt
                 if (pages := paged.get(here)) is None:
-                    pages = paged[here] = _on_media(prompt, here)
+                    pages = paged[here] = _on_media(of, here)
                 runs = pages.copy()
                 for (medium, size), owner in list(instance.owners.items()):
                     if (present := presents.get((size, salt))) is None:
-                        context, hashes = Context(size, query.lora, salt), prompt.hashes.get(size, ())
-                        present = presents[size, salt] = self.held.present(context, hashes)
+                        present = presents[size, salt] = runs_in(Context(size, query.lora, salt))
                     if (run := present.get(owner)) is not None:
                         runs.append((medium, run))
                 if (answer := instances.get(registered.instance_id)) is None:
@@ -193,12 +210,12 @@ class Index:
 _NOTHING: dict[str, Any] = {"longest_matched": 0, **dict.fromkeys(MEDIA, 0)}
 
 
-def _on_media(prompt: _Prompt, here: bool) -> list[tuple[str, Run]]:
+def _on_media(of: _Paged, here: bool) -> list[tuple[str, Run]]:
     """Which pages there are for an instance that is here or elsewhere; media without any left out."""
-    if prompt.found is None:
+    if of.found is None:
         return []
-    found = {medium: prompt.found.on(medium, here=here) for medium in ("CPU", "DISK")}
-    return [(medium, Entries(present, prompt.page_tokens)) for medium, present in found.items() if present.any()]
+    found = {medium: of.found.on(medium, here=here) for medium in ("CPU", "DISK")}
+    return [(medium, Entries(present, of.page_tokens)) for medium, present in found.items() if present.any()]
 
 
 def _add(answer: dict[str, Any], rank: str, runs: Sequence[tuple[str, Run]]) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mooncake_connector.config.tiers import KINDS
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.embedded import EmbeddedStore
+from store_client.embedded import EmbeddedSpace, EmbeddedStore
 
 Bools = npt.NDArray[np.bool_]
 
@@ -33,7 +33,6 @@ Holds = Callable[[Namespace, Shard, Sequence[bytes], int, float], Sequence[tuple
 class Found:
     """Which pages of a chain there are: in the pool, and in tiers by their kind."""
 
-    keys: Sequence[bytes]
     pool: Bools
     tiers: Mapping[str, Bools]
 
@@ -78,32 +77,39 @@ class Pages:
             return None, f"{wanted} fits several namespaces of the pool: register with one of them: {seen}"
         return None, f"{wanted} fits no namespace of the pool, which has {seen or 'none'}"
 
-    async def look(self, namespace: Namespace, keys: Sequence[bytes]) -> Found:
-        """Takes `TIERS_S` at most."""
-        none = np.zeros(len(keys), dtype=bool)
-        shards = self._store.shards(namespace)
-        if not keys or not shards:
-            return Found(keys, none, {})
-        pool = whole(
-            namespace, {shard: np.array(self._store.space(namespace, shard).contains(keys)) for shard in shards}
-        )
-        return Found(keys, pool, await self._in_tiers(namespace, keys, shards))
+    def look(self, namespace: Namespace) -> Look | None:
+        """Where to look for a prompt's pages; None where there are none."""
+        spaces = {shard: self._store.space(namespace, shard) for shard in self._store.shards(namespace)}
+        return Look(namespace, spaces, self._holds) if spaces else None
 
-    async def _in_tiers(self, namespace: Namespace, keys: Sequence[bytes], shards: list[Shard]) -> dict[str, Bools]:
-        unit_nbytes = namespace.unit_nbytes
-        if unit_nbytes is None:
+
+class Look:
+    """Looks for pages of a namespace: for those of one prompt."""
+
+    def __init__(self, namespace: Namespace, spaces: Mapping[Shard, EmbeddedSpace], holds: Holds) -> None:
+        self.namespace = namespace
+        self._spaces, self._holds = spaces, holds
+
+    def in_pool(self, keys: Sequence[bytes]) -> Bools:
+        found = {shard: np.array(space.contains(keys), dtype=bool) for shard, space in self._spaces.items()}
+        return whole(self.namespace, found)
+
+    async def in_tiers(self, keys: Sequence[bytes]) -> dict[str, Bools]:
+        """By the tiers' kind. Takes `TIERS_S` at most."""
+        unit_nbytes = self.namespace.unit_nbytes
+        if unit_nbytes is None or not keys:
             return {}
         asked = [
             (kind, shard, asyncio.ensure_future(_within(answer)))
-            for shard in shards
-            for kind, answer in self._holds(namespace, shard, keys, shard.num_units * unit_nbytes, TIERS_S)
+            for shard in self._spaces
+            for kind, answer in self._holds(self.namespace, shard, keys, shard.num_units * unit_nbytes, TIERS_S)
         ]
         by_kind: dict[str, dict[Shard, Bools]] = {}
         for kind, shard, answering in asked:
             if (found := await answering) is not None:
                 one = by_kind.setdefault(kind, {})
                 one[shard] = one.get(shard, False) | np.array(found, dtype=bool)
-        return {kind: whole(namespace, found) for kind, found in by_kind.items()}
+        return {kind: whole(self.namespace, found) for kind, found in by_kind.items()}
 
 
 async def _within(answer: Future[list[bool] | None]) -> list[bool] | None:

@@ -1,123 +1,210 @@
-"""What was made of the parts of prompts that were asked for lately: most prompts begin as one before them did.
+"""Prompts that are read and named no further than somebody wants to know, and what was made of their parts before.
 
-Parts are told apart by 128 bits of a keyless hash with a seed of this process: an answer is a hint for a router.
+Most prompts begin as one before them did. What is made of a part is kept under all of the text up to its end, told
+apart by 128 bits of a keyless hash with a seed of this process: an answer is a hint for a router.
 """
 
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
 
 from mooncake_connector.kv.keys import page_keys
 from store_client.agent.index.hashes import Tokens32, seq_hashes
+from store_client.agent.index.text import num_tokens, read_tokens
 
 _PART_NBYTES = 16 << 10
-"""Of text; shorter ones, as the end of a prompt is, are not kept."""
+"""Of text; the end of a prompt, which is shorter, is not kept."""
 _PARTS_AT_ONCE = 4
 """Arrays of their tokens are small enough for a core's own cache, and large beside what a call of numpy takes."""
-COMMA = ord(",")
-_PART_BLOCKS = 64
+_CHECKED_AT_ONCE = 8
+_PART_TOKENS = 4096
+"""Of a prompt that is given as tokens."""
+_NAME_NBYTES, _ENTRY_NBYTES = 80, 512
 
 K = TypeVar("K", bytes, int)
 
 
 class Parts:
-    """One thread at a time.
+    """What is kept. One thread at a time.
 
     Args:
-        most: parts that are kept; one takes 10 KB, or 33 where its tokens have one digit. A prompt of 32,768 tokens has
-            25 parts or more.
+        most_nbytes: the oldest goes beyond that. A prompt of 32,768 tokens takes 250 KB with blocks of 16.
     """
 
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._seed = secrets.randbits(64)
+    def __init__(self, most_nbytes: int = 96 << 20) -> None:
+        self._most_nbytes, self.nbytes = most_nbytes, 0
+        self.seed = secrets.randbits(64)
         self._kept: dict[Hashable, Any] = {}
         """The one that was not wanted for longest comes first."""
 
-    def tokens(
-        self, body: bytes, start: int, end: int, read: Callable[[memoryview], Tokens32 | None]
-    ) -> Tokens32 | None:
-        """What `read` makes of a list's text, from `start` to `end` of a body, part by part between commas; None where
-        it makes nothing of one."""
-        cuts, found, text = _cuts(body, start, end), list[Tokens32](), memoryview(body)
-        while len(found) < len(cuts):
-            stop = cuts[len(found)]
-            if (known := self._kept.pop(name := self._name_of(text[start:stop]), None)) is None:
-                break
+    def take(self, name: Hashable) -> Any:
+        """None where it is not kept."""
+        if (known := self._kept.pop(name, None)) is not None:
             self._kept[name] = known
-            found.append(known)
-            start = stop + 1
-        for at in range(len(found), len(cuts) + 1, _PARTS_AT_ONCE):
-            stops = cuts[at : at + _PARTS_AT_ONCE]
-            if (of := read(text[start : stops[-1] if len(stops) == _PARTS_AT_ONCE else end])) is None:
-                return None
-            found.append(of)
-            first = 0
-            for stop in stops:
-                part = text[start:stop]
-                after = first + 1 + np.count_nonzero(np.frombuffer(part, dtype=np.uint8) == COMMA)
-                self._keep(self._name_of(part), of[first:after].copy())
-                first, start = after, stop + 1
-        return np.concatenate(found)
+        return known
 
-    def page_keys(self, tokens: Tokens32, page_tokens: int, root: bytes) -> list[bytes]:
-        """Those of `kv.keys`."""
-
-        def make(part: Tokens32, parent: bytes | None) -> list[bytes]:
-            return page_keys(part, page_tokens, root=root, parent=parent)
-
-        return self._chain((page_tokens, root), tokens, page_tokens, make)
-
-    def seq_hashes(self, tokens: Tokens32, block_tokens: int) -> list[int]:
-        """Those of `hashes`."""
-
-        def make(part: Tokens32, parent: int | None) -> list[int]:
-            return seq_hashes(part, block_tokens, parent)
-
-        return self._chain(block_tokens, tokens, block_tokens, make)
-
-    def _chain(
-        self, kind: Hashable, tokens: Tokens32, block_tokens: int, make: Callable[[Tokens32, K | None], list[K]]
-    ) -> list[K]:
-        names, start, step = list[K](), 0, _PART_BLOCKS * block_tokens
-        whole = len(tokens) // step * step
-
-        def name_of(at: int, parent: K | None) -> Hashable:
-            return kind, parent, self._digest(tokens[at : at + step].data)
-
-        parent: K | None = None
-        while start < whole and (known := self._kept.pop(name := name_of(start, parent), None)) is not None:
-            self._kept[name] = known
-            names += known
-            parent, start = known[-1], start + step
-        made = make(tokens[start:], parent)
-        for first in range(0, (whole - start) // block_tokens, _PART_BLOCKS):
-            part = made[first : first + _PART_BLOCKS]
-            self._keep(name_of(start + first * block_tokens, parent), part)
-            parent = part[-1]
-        return names + made
-
-    def _digest(self, part: memoryview) -> bytes:
-        return xxhash.xxh3_128_digest(part, self._seed)
-
-    def _name_of(self, part: memoryview) -> Hashable:
-        return "tokens", self._digest(part)
-
-    def _keep(self, name: Hashable, made: Any) -> None:
+    def keep(self, name: Hashable, made: Tokens32 | list[Any]) -> None:
+        self.nbytes += _nbytes_of(made) - _nbytes_of(self._kept.pop(name, None))
         self._kept[name] = made
-        if len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+        while self.nbytes > self._most_nbytes:
+            self.nbytes -= _nbytes_of(self._kept.pop(next(iter(self._kept))))
 
 
-def _cuts(body: bytes, start: int, end: int) -> list[int]:
+def _nbytes_of(made: Tokens32 | list[Any] | None) -> int:
+    if made is None:
+        return 0
+    return _ENTRY_NBYTES + (made.nbytes if isinstance(made, np.ndarray) else _NAME_NBYTES * len(made))
+
+
+class Unreadable(Exception):
+    """A list that is not written as `text` has it."""
+
+
+class Prompt:
+    """The tokens of a question, in parts. Nothing that is made of these is kept."""
+
+    num_known = 0
+    """So many parts, from the first on, were read before."""
+
+    def __init__(self, tokens: Tokens32) -> None:
+        starts = range(0, len(tokens), _PART_TOKENS)
+        self.num_tokens, self.num_parts = len(tokens), len(starts)
+        self._parts = [tokens[at : at + _PART_TOKENS] for at in starts]
+        self._ends = [at + len(part) for at, part in zip(starts, self._parts, strict=True)]
+
+    def tokens(self, start: int, to: int) -> Tokens32:
+        """From token `start` on, which is in part `to` at most, as far as there are any before that part."""
+        first = bisect_right(self._ends, start)
+        if first >= to:
+            return np.empty(0, dtype=np.uint32)
+        begun = self._parts[first][start - (self._ends[first - 1] if first else 0) :]
+        return np.concatenate([begun, *self._parts[first + 1 : to]])
+
+    def end_of(self, part: int) -> int:
+        """The token behind a part; `tokens` were asked for that far."""
+        return self._ends[part]
+
+    def name_of(self, part: int) -> Hashable | None:
+        """Of all that is written up to the end of a part; None where what is made of it is not to be kept."""
+        return None
+
+
+class Written(Prompt):
+    """Of a list's text, from `start` to `stop` of a body, tokens are read when they are wanted.
+
+    Raises Unreadable: no part of it is left to be found so later.
+    """
+
+    def __init__(self, body: bytes, start: int, stop: int, kept: Parts) -> None:
+        self._text, self._kept = memoryview(body), kept
+        commas = _cuts(body, start, stop)
+        self._starts, self._stops = [start, *(comma + 1 for comma in commas)], [*commas, stop]
+        self.num_parts = len(self._stops)
+        self._names, self._hash = list[bytes](), xxhash.xxh3_128(seed=kept.seed)
+        self._parts, self._ends = list[Tokens32](), list[int]()
+        for part in range(self.num_parts - 1):
+            if (known := kept.take(self.name_of(part))) is None:
+                break
+            self._add(known)
+        self.num_known = len(self._parts)
+        self.num_tokens = self._num_read() + self._num_unread()
+
+    def tokens(self, start: int, to: int) -> Tokens32:
+        while (first := len(self._parts)) < to:
+            begin, stops = self._starts[first], self._stops[first : min(to, first + _PARTS_AT_ONCE)]
+            cuts = [stop - begin for stop in stops[:-1]]
+            for part, read in enumerate(read_tokens(self._text[begin : stops[-1]], cuts), first):
+                self._add(read)
+                if (name := self.name_of(part)) is not None:
+                    self._kept.keep(name, read)
+        return super().tokens(start, to)
+
+    def name_of(self, part: int) -> Hashable | None:
+        if part == self.num_parts - 1:
+            return None
+        for at in range(len(self._names), part + 1):
+            self._hash.update(self._text[self._starts[at] : self._starts[at + 1]])
+            self._names.append(self._hash.digest())
+        return self._names[part]
+
+    def _add(self, part: Tokens32) -> None:
+        self._ends.append(self._num_read() + len(part))
+        self._parts.append(part)
+
+    def _num_read(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _num_unread(self) -> int:
+        count = 0
+        for first in range(len(self._parts), self.num_parts, _CHECKED_AT_ONCE):
+            last = min(first + _CHECKED_AT_ONCE, self.num_parts) - 1
+            if (more := num_tokens(self._text[self._starts[first] : self._stops[last]])) is None:
+                raise Unreadable
+            count += more
+        return count
+
+
+class Names(Generic[K]):
+    """Those of a prompt's blocks of one kind, in order, as far as they were asked for."""
+
+    def __init__(
+        self, prompt: Prompt, kept: Parts, kind: Hashable, block_tokens: int,
+        make: Callable[[Tokens32, K | None], list[K]],
+    ) -> None:  # fmt: skip
+        self.block_tokens = block_tokens
+        self.made: list[K] = []
+        self._make: Callable[[Tokens32, K | None], list[K]] = make
+        self._prompt, self._kept, self._kind = prompt, kept, kind
+        self._part = 0
+
+    def extend(self, to: int) -> None:
+        """Name the blocks that end before part `to` does."""
+        while self._part < to and (name := self._prompt.name_of(self._part)) is not None:
+            if (known := self._kept.take((self._kind, name))) is None:
+                break
+            self.made += known
+            self._part += 1
+        if self._part >= to:
+            return
+        before = len(self.made)
+        tokens = self._prompt.tokens(before * self.block_tokens, to)
+        self.made += self._make(tokens, self.made[-1] if self.made else None)
+        for part in range(self._part, to):
+            after = self._prompt.end_of(part) // self.block_tokens
+            if (name := self._prompt.name_of(part)) is not None:
+                self._kept.keep((self._kind, name), self.made[before:after])
+            before = after
+        self._part = to
+
+
+def names_of_pages(prompt: Prompt, kept: Parts, page_tokens: int, root: bytes) -> Names[bytes]:
+    """Keys, as in `kv.keys`."""
+
+    def make(tokens: Tokens32, parent: bytes | None) -> list[bytes]:
+        return page_keys(tokens, page_tokens, root=root, parent=parent)
+
+    return Names(prompt, kept, (page_tokens, root), page_tokens, make)
+
+
+def names_of_blocks(prompt: Prompt, kept: Parts, block_tokens: int) -> Names[int]:
+    """Rolling hashes, as in `hashes`."""
+
+    def make(tokens: Tokens32, parent: int | None) -> list[int]:
+        return seq_hashes(tokens, block_tokens, parent)
+
+    return Names(prompt, kept, block_tokens, block_tokens, make)
+
+
+def _cuts(body: bytes, start: int, stop: int) -> list[int]:
     """The commas at which a list's text is cut into parts; the last part, which is shorter, has none at its end."""
     cuts = list[int]()
-    while (stop := body.find(b",", start + _PART_NBYTES, end)) >= 0:
-        cuts.append(stop)
-        start = stop + 1
+    while (comma := body.find(b",", start + _PART_NBYTES, stop)) >= 0:
+        cuts.append(comma)
+        start = comma + 1
     return cuts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -13,7 +14,7 @@ from msgspec import Meta, Raw, Struct
 from mooncake_connector.config.values import shown
 from mooncake_connector.log import printable
 from store_client.agent.index.hashes import Tokens32
-from store_client.agent.index.parts import COMMA, Parts
+from store_client.agent.index.parts import Parts, Prompt, Unreadable, Written
 
 MAX_TOKENS = 1 << 20
 MAX_HASHES = 1 << 17
@@ -21,14 +22,6 @@ _MAX_TOKEN = (1 << 32) - 1
 _IN_A_LIST = b"0123456789-, \t\r\n"
 _TOKENS = re.compile(rb'"token_ids"\s*:\s*\[')
 """No other place of a JSON text has these bytes: within a text quotes are escaped."""
-
-_SPACE, _ZERO = b" 0"
-_DIGITS = np.uint64(0x0F0F0F0F0F0F0F0F)
-_PAIRS = [
-    (np.uint64((10**digits << bits) + 1), np.uint64(bits), np.uint64(mask))
-    for digits, bits, mask in ((1, 8, 0x00FF00FF00FF00FF), (2, 16, 0x0000FFFF0000FFFF))
-]
-_FOURS = np.uint64((10**4 << 32) + 1)
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 BlockSize = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -150,56 +143,21 @@ def decode(body: bytes, kind: type[S]) -> S:
     return found
 
 
-def decode_query(body: bytes, parts: Parts) -> tuple[Query, Tokens32]:
-    """Raises Refused. Tokens are most of a question, so where they are plain they are read once, and all around them as
-    if there were none."""
+def decode_query(body: bytes, parts: Parts) -> tuple[Query, Prompt]:
+    """Raises Refused. Tokens are most of a question, so where they are plain they are read when somebody wants to know
+    them, and all around them as if there were none."""
     found = _TOKENS.search(body)
     stop = body.find(b"]", found.end()) if found else -1
     if found and stop >= 0 and not _TOKENS.search(body, stop):
-        start = found.end()
-        tokens = parts.tokens(body, start, stop, _plain_tokens)
-        if tokens is not None and len(tokens) <= MAX_TOKENS:
-            return decode(body[:start] + body[stop:], Query), tokens
+        with contextlib.suppress(Unreadable):
+            prompt = Written(body, found.end(), stop, parts)
+            if prompt.num_tokens <= MAX_TOKENS:
+                return decode(body[: found.end()] + body[stop:], Query), prompt
     query = decode(body, Query)
     text = bytes(query.token_ids).strip()
     if not text.startswith(b"[") or text[1:-1].translate(None, _IN_A_LIST):
         raise Refused("token_ids: expected a list of integers")
-    return query, _tokens(text[1:-1].strip())
-
-
-def _plain_tokens(text: memoryview) -> Tokens32 | None:
-    """Of tokens as programs write them: at most 8 digits each, with a comma between them, or a comma and a space. None
-    where it is anything else.
-
-    All at a time: a token's digits are the bytes of a 64-bit word, which are added in pairs, fours and eights.
-    """
-    raw, space = np.frombuffer(text, dtype=np.uint8), bytes(text[:1]) == b" "
-    is_comma = raw == COMMA
-    commas = np.flatnonzero(is_comma)
-    gap = 2 if len(commas) and bytes(text[commas[0] + 1 : commas[0] + 2]) == b" " else 1
-    if np.count_nonzero(raw - _ZERO < 10) != len(raw) - space - gap * len(commas):
-        return None
-    if gap == 2 and np.count_nonzero(is_comma[:-1] & (raw[1:] == _SPACE)) != len(commas):
-        return None
-    starts = np.append(space - gap, commas)
-    starts += gap
-    lengths = np.append(commas, len(raw))
-    lengths -= starts
-    if int((lengths - 1).view(np.uint64).max()) > 7:
-        return None
-    # Each token's 8 bytes, from two words of the text. (Reading words at any byte, NumPy copies all of the text's.)
-    every, at = np.frombuffer(b"".join((text, bytes(16 - len(text) % 8))), dtype="<u8"), starts >> 3
-    bits = ((starts & 7) << 3).view(np.uint64)
-    words = every.take(at, mode="clip") >> bits  # "clip" as the quickest: all are within bounds
-    words |= every[1:].take(at, mode="clip") << (64 - bits)
-    words <<= (64 - (lengths << 3)).view(np.uint64)  # what follows a token goes, and what is before its digits is 0
-    words &= _DIGITS
-    for multiply, bits, mask in _PAIRS:
-        words *= multiply
-        words >>= bits
-        words &= mask
-    words *= _FOURS
-    return words.view("<u4")[1::2].astype(np.uint32)
+    return query, Prompt(_tokens(text[1:-1].strip()))
 
 
 def _numbers(text: bytes) -> npt.NDArray[np.int64] | None:
