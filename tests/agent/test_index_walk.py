@@ -108,8 +108,8 @@ class Rank:
 
 
 owners = st.builds(
-    Owner, st.sampled_from(["GPU", "GPU", "CPU", "DISK"]), st.sampled_from([1, 4, 6, 16]), st.sampled_from(["", "", "s"]),
-    kept,
+    Owner, st.sampled_from(["GPU", "GPU", "CPU", "DISK"]), st.sampled_from([1, 4, 6, 16]),
+    st.sampled_from(["", "", "s"]), kept,
 )  # fmt: skip
 ranks = st.builds(
     Rank, st.sampled_from("ab"), st.integers(0, 2), st.booleans(), st.sampled_from(["", "", "s"]),
@@ -155,12 +155,11 @@ def stood_up(world: World) -> tuple[Index, Pool, Behind]:
     keys = keys_in(world, tokens)
     stored = [one.of(keys) for one in world.pool]
     pool = Pool(namespace(page_tokens=world.page_tokens), dict(zip(world.shards, stored, strict=True)))
-    behind = Behind(
-        {
-            kind: None if every is None else {shard: one.of(keys) for shard, one in zip(world.shards, every, strict=True)}
-            for kind, every in world.tiers.items()
-        }
-    )
+    tiers = {
+        kind: every and {shard: one.of(keys) for shard, one in zip(world.shards, every, strict=True)}
+        for kind, every in world.tiers.items()
+    }
+    behind = Behind(tiers)  # type: ignore[arg-type]
     index = Index(Pages(pool, behind.holds))  # type: ignore[arg-type]
     for rank in world.ranks:
         instance, _ = index.register(
@@ -242,7 +241,6 @@ def test_the_answer_is_that_of_looking_at_all_of_the_prompt(world, asked_before)
         assert answered(index, world, tokens, between) == expected(world)
 
 
-HERE = Rank("a", 0, True, "", ())
 NOBODY = Kept(0, 0, frozenset())
 FIRST = Kept(0, 2, frozenset())
 ALL = Kept(0, 10**6, frozenset())
@@ -283,8 +281,9 @@ def test_of_a_prompt_that_nobody_has_the_first_part_is_named_alone(named):
 
 
 def test_what_nobody_has_anything_of_is_not_named_at_all(named):
-    bare = World(320, 4, 4, None, [HERE], [], [], {})
+    bare = World(320, 4, 4, None, [Rank("a", 0, True, "", (Owner("GPU", 4, "another", ALL),))], [], [], {})
     index, _, _ = stood_up(bare)
+    named.clear()
     assert answered(index, bare, tokens_of(bare))["default"]["a"]["longest_matched"] == 0
     assert not named
 

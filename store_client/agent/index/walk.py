@@ -17,8 +17,7 @@ from store_client.agent.index.pages import Bools, Found, Look
 from store_client.agent.index.parts import Names, Prompt
 
 _MORE = 4
-"""So many times as many parts are looked at the next time, where somebody has all that was looked at: to look at all has
-a fixed cost of some parts."""
+"""So many times as many parts come next where somebody has all of these: to look costs as much as a part or two."""
 
 
 class Line(ABC):

@@ -2,6 +2,9 @@
 router's question waits for nothing else: of the server's thread, or of all threads that take part.
 
 A hundred instances have parts of some prompts in memory of their own; half of them read the pool too, which has all.
+Those are asked for again and again, or as if they were new each time; of others nobody has anything, or three quarters
+as in the next turn of a conversation.
+
 The limit of a question is a server that takes it in and has its answer ready, and the steps that no answer is without,
 each alone and over and over: to read it, to name its blocks and pages, and to look for them.
 """
@@ -24,6 +27,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 import zmq
 from prometheus_client import CollectorRegistry
@@ -79,44 +83,82 @@ def run(folder: Path, scale: Scale, progress: Progress) -> Comparison:
 
 def _questions(folder: Path, scale: Scale, size: int) -> list[Row]:
     draw = np.random.default_rng(18)
-    prompts = [draw.integers(0, 150_000, scale.blocks * size) for _ in range(scale.prompts)]
+    prompts = [_prompt(draw, scale.blocks * size) for _ in range(scale.prompts)]
     with tempfile.TemporaryDirectory(dir=folder) as name, EmbeddedStore(Path(name) / "pool", 256 << 20) as store:
-        index = Index(Pages(store, lambda *asked: []))
-        for prompt in prompts:
-            put_chain(store.space(bench_namespace(), _SHARD), page_keys(prompt, bench_namespace().page_tokens), 4096)
         hashes = [seq_hashes(prompt.astype(np.uint32), size) for prompt in prompts]
-        for number in range(scale.instances):
-            fields = {"modelname": bench_namespace().model_name, "block_size": size, "type": "vLLM"}
-            of, _ = index.register(Registration(instance_id=f"i{number}", pool=number % 2 == 0, **fields))
-            assert of is not None
-            owner = of.owners["GPU", size] = index.held.new_owner()
-            for one in hashes:
-                index.held.add(Context(size, "", ""), owner, one[: draw.integers(0, len(one))])
+        index = _filled(store, prompts, hashes, size, draw, scale.instances)
         asked = {"model": bench_namespace().model_name, "block_size": size}
-        by_tokens = [("/query", _encoded({**asked, "token_ids": prompt.tolist()})) for prompt in prompts]
+
+        def by_tokens(prompt: Tokens) -> tuple[str, bytes]:
+            return "/query", _encoded({**asked, "token_ids": prompt.tolist()})
+
+        def turn(number: int) -> tuple[str, bytes]:
+            known = prompts[number % len(prompts)][: scale.blocks * size * 3 // 4]
+            return by_tokens(np.append(known, _prompt(draw, scale.blocks * size - len(known))))
+
         by_hash = [("/query_by_hash", _encoded({**asked, "seq_hashes": one})) for one in hashes]
+        again = [by_tokens(prompt) for prompt in prompts]
         pages, context = store.space(bench_namespace(), _SHARD), Context(size, "", "")
-        tokens, text = prompts[0].astype(np.uint32), by_tokens[0][1]
+        tokens, text = prompts[0].astype(np.uint32), again[0][1]
         keys = page_keys(tokens, bench_namespace().page_tokens)
-        hashed = [lambda: page_keys(tokens, bench_namespace().page_tokens), lambda: seq_hashes(tokens, size)]
-        held = [lambda: index.held.present(context, hashes[0])]
+        held, looked = lambda: index.held.present(context, hashes[0]), lambda: pages.contains(keys)
+        as_new = [
+            lambda: _read(text), lambda: page_keys(tokens, bench_namespace().page_tokens),
+            lambda: seq_hashes(tokens, size), held, looked,
+        ]  # fmt: skip
+        as_known = [lambda: xxhash.xxh3_128_digest(text), held, looked]
         rows = []
-        for what, questions, parts, steps in (
-            ("/query, new prompts", by_tokens, Parts(most=0), [lambda: decode_query(text, Parts(most=0)), *hashed]),
-            ("/query, prompts that were asked for before", by_tokens, Parts(), [lambda: xxhash.xxh3_128_digest(text)]),
-            ("/query_by_hash", by_hash, Parts(), [lambda: decode(by_hash[0][1], QueryByHash)]),
-        ):
-            index.parts = parts
-            steps += [*held, lambda: pages.contains(keys)] if questions is by_tokens else held
+        for what, question, kept, steps in (
+            ("/query, new prompts that nobody has", lambda _: by_tokens(_prompt(draw, scale.blocks * size)), True, []),
+            ("/query, the next turn: a quarter is new and nobody has it", turn, True, as_known),
+            ("/query, prompts that were asked for before", lambda number: again[number % len(again)], True, as_known),
+            ("/query, as if new, though all is held", lambda number: again[number % len(again)], False, as_new),
+            (
+                "/query_by_hash", lambda number: by_hash[number % len(by_hash)], True,
+                [lambda: decode(by_hash[0][1], QueryByHash), held],
+            ),
+        ):  # fmt: skip
+            index.parts = Parts() if kept else Parts(most_nbytes=0)
             with _served(Conductor(index, CollectorRegistry(), Feeds(index.held)).routes()) as ask:
-                answer = ask(*questions[0])
-                cuts = statistics.quantiles(_cpu_ms(ask, questions, scale), n=100, method="inclusive")
+                for first in again:
+                    answer = ask(*first)
+                cuts = statistics.quantiles(_cpu_ms(ask, question, scale), n=100, method="inclusive")
             with _served(_bare(answer)) as ask:
-                floor_ms = statistics.median(_cpu_ms(ask, questions, scale)) + sum(map(_alone_ms, steps))
+                floor_ms = statistics.median(_cpu_ms(ask, question, scale)) + sum(map(_alone_ms, steps))
             work = f"{what}, {scale.blocks:,} blocks of {size} tokens, {scale.instances} instances: CPU time"
             rows.append(row(f"{work}, p50", cuts[49], "ms", limit=floor_ms))
             rows.append(row(f"{work}, p99", cuts[98], "ms", limit=floor_ms, goal=Goal(at_most=5)))
         return rows
+
+
+Tokens = npt.NDArray[np.int64]
+
+
+def _filled(
+    store: EmbeddedStore, prompts: list[Tokens], hashes: list[list[int]], size: int, draw: np.random.Generator,
+    instances: int,
+) -> Index:  # fmt: skip
+    """All of the prompts in the pool, and parts of them with so many instances."""
+    index = Index(Pages(store, lambda *asked: []))
+    for prompt in prompts:
+        put_chain(store.space(bench_namespace(), _SHARD), page_keys(prompt, bench_namespace().page_tokens), 4096)
+    for number in range(instances):
+        fields = {"modelname": bench_namespace().model_name, "block_size": size, "type": "vLLM"}
+        of, _ = index.register(Registration(instance_id=f"i{number}", pool=number % 2 == 0, **fields))
+        assert of is not None
+        owner = of.owners["GPU", size] = index.held.new_owner()
+        for one in hashes:
+            index.held.add(Context(size, "", ""), owner, one[: draw.integers(0, len(one))])
+    return index
+
+
+def _prompt(draw: np.random.Generator, num_tokens: int) -> Tokens:
+    return draw.integers(0, 150_000, num_tokens)
+
+
+def _read(body: bytes) -> None:
+    _, prompt = decode_query(body, Parts(most_nbytes=0))
+    prompt.tokens(0, prompt.num_parts)
 
 
 def _encoded(question: dict[str, Any]) -> bytes:
@@ -159,18 +201,18 @@ def _served(routes: Routes) -> Iterator[Ask]:
         yield ask
 
 
-def _cpu_ms(ask: Ask, questions: list[tuple[str, bytes]], scale: Scale) -> list[float]:
+def _cpu_ms(ask: Ask, question: Callable[[int], tuple[str, bytes]], scale: Scale) -> list[float]:
     """Of the server's thread, from one answer to the next: its HTTP and JSON are in it."""
     thread = next(one for one in threading.enumerate() if one.name == "mooncake-connector-http")
     clock = time.pthread_getcpuclockid(thread.ident or 0)
     found = []
-    for number in range(scale.questions + len(questions)):
-        path, body = questions[number % len(questions)]
+    for number in range(scale.questions + scale.prompts):
+        path, body = question(number)
         before_s = time.clock_gettime(clock)
         answer = json.loads(ask(path, body))
         if len(answer.get("default", ())) != scale.instances:
             raise BenchError(f"{path} answered {answer}")
-        if number >= len(questions):  # the first of each warms caches
+        if number >= scale.prompts:  # the first of each warms caches
             found.append((time.clock_gettime(clock) - before_s) * 1e3)
     return found
 
