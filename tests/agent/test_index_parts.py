@@ -109,7 +109,7 @@ def test_no_part_is_read_before_somebody_wants_to_know_it():
     known = Parts()
     prompt = asked(TOKENS, known)
     assert (prompt.num_tokens, prompt.num_known, prompt.num_parts > 3) == (9_000, 0, True)
-    assert (prompt.tokens(100, 1) == TOKENS[100 : prompt.end_of(0)]).all() and prompt.end_of(0) < 3_000
+    assert (prompt.tokens(100, 1) == TOKENS[100 : prompt.ends[0]]).all() and prompt.ends[0] < 3_000
     assert asked(TOKENS, known).num_known == 1
     prompt.tokens(0, 3)
     assert asked(TOKENS, known).num_known == 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -34,10 +34,10 @@ class Parts:
     """What is kept. One thread at a time.
 
     Args:
-        most_nbytes: the oldest goes beyond that. A prompt of 32,768 tokens takes 250 KB with blocks of 16.
+        most_nbytes: the oldest goes beyond that. A prompt of 32,768 tokens takes 0.3 MB with blocks of 16.
     """
 
-    def __init__(self, most_nbytes: int = 96 << 20) -> None:
+    def __init__(self, most_nbytes: int = 64 << 20) -> None:
         self._most_nbytes, self.nbytes = most_nbytes, 0
         self.seed = secrets.randbits(64)
         self._kept: dict[Hashable, Any] = {}
@@ -73,26 +73,19 @@ class Prompt:
     """So many parts, from the first on, were read before."""
 
     def __init__(self, tokens: Tokens32) -> None:
-        starts = range(0, len(tokens), _PART_TOKENS)
-        self.num_tokens, self.num_parts = len(tokens), len(starts)
-        self._parts = [tokens[at : at + _PART_TOKENS] for at in starts]
-        self._ends = [at + len(part) for at, part in zip(starts, self._parts, strict=True)]
+        self._tokens, self.num_tokens = tokens, len(tokens)
+        self.ends = [min(start + _PART_TOKENS, len(tokens)) for start in range(0, len(tokens), _PART_TOKENS)]
+        """The token behind each part, as far as tokens were asked for."""
+        self.num_parts = len(self.ends)
 
     def tokens(self, start: int, to: int) -> Tokens32:
-        """From token `start` on, which is in part `to` at most, as far as there are any before that part."""
-        first = bisect_right(self._ends, start)
-        if first >= to:
-            return np.empty(0, dtype=np.uint32)
-        begun = self._parts[first][start - (self._ends[first - 1] if first else 0) :]
-        return np.concatenate([begun, *self._parts[first + 1 : to]])
+        """From token `start` on, those that are before part `to`."""
+        return self._tokens[start : self.ends[to - 1] if to else 0]
 
-    def end_of(self, part: int) -> int:
-        """The token behind a part; `tokens` were asked for that far."""
-        return self._ends[part]
-
-    def name_of(self, part: int) -> Hashable | None:
-        """Of all that is written up to the end of a part; None where what is made of it is not to be kept."""
-        return None
+    def names(self, to: int) -> Sequence[Hashable]:
+        """Of parts before `to`, from the first on: each names all that is written up to its end. Of a part without a
+        name nothing is kept."""
+        return ()
 
 
 class Written(Prompt):
@@ -107,42 +100,43 @@ class Written(Prompt):
         self._starts, self._stops = [start, *(comma + 1 for comma in commas)], [*commas, stop]
         self.num_parts = len(self._stops)
         self._names, self._hash = list[bytes](), xxhash.xxh3_128(seed=kept.seed)
-        self._parts, self._ends = list[Tokens32](), list[int]()
-        for part in range(self.num_parts - 1):
-            if (known := kept.take(self.name_of(part))) is None:
+        self._known, self.ends, end = list[Tokens32](), list[int](), 0
+        while len(self._known) < len(commas):
+            if (part := kept.take(self.names(len(self._known) + 1)[-1])) is None:
                 break
-            self._add(known)
-        self.num_known = len(self._parts)
-        self.num_tokens = self._num_read() + self._num_unread()
+            self._known.append(part)
+            self.ends.append(end := end + len(part))
+        self.num_known = self._apart = len(self._known)
+        self.num_tokens = end + self._num_unread()
+        self._tokens = np.empty(self.num_tokens, dtype=np.uint32)
+        """Of parts that were read; known ones before `_apart` are not in it."""
 
     def tokens(self, start: int, to: int) -> Tokens32:
-        while (first := len(self._parts)) < to:
+        while (first := len(self.ends)) < to:
             begin, stops = self._starts[first], self._stops[first : min(to, first + _PARTS_AT_ONCE)]
-            cuts = [stop - begin for stop in stops[:-1]]
-            for part, read in enumerate(read_tokens(self._text[begin : stops[-1]], cuts), first):
-                self._add(read)
-                if (name := self.name_of(part)) is not None:
-                    self._kept.keep(name, read)
+            parts = read_tokens(self._text[begin : stops[-1]], [stop - begin for stop in stops[:-1]])
+            for part in parts:
+                end = self.ends[-1] if self.ends else 0
+                self._tokens[end : end + len(part)] = part
+                self.ends.append(end + len(part))
+            for name, part in zip(self.names(to)[first:], parts, strict=False):
+                self._kept.keep(name, part)
+        wanted = bisect_right(self.ends, start)
+        for known, end in zip(self._known[wanted : self._apart], self.ends[wanted:], strict=False):
+            self._tokens[end - len(known) : end] = known
+        self._apart = min(self._apart, wanted)
         return super().tokens(start, to)
 
-    def name_of(self, part: int) -> Hashable | None:
-        if part == self.num_parts - 1:
-            return None
-        for at in range(len(self._names), part + 1):
+    def names(self, to: int) -> Sequence[Hashable]:
+        to = min(to, self.num_parts - 1)
+        for at in range(len(self._names), to):
             self._hash.update(self._text[self._starts[at] : self._starts[at + 1]])
             self._names.append(self._hash.digest())
-        return self._names[part]
-
-    def _add(self, part: Tokens32) -> None:
-        self._ends.append(self._num_read() + len(part))
-        self._parts.append(part)
-
-    def _num_read(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._names[:to]
 
     def _num_unread(self) -> int:
         count = 0
-        for first in range(len(self._parts), self.num_parts, _CHECKED_AT_ONCE):
+        for first in range(self.num_known, self.num_parts, _CHECKED_AT_ONCE):
             last = min(first + _CHECKED_AT_ONCE, self.num_parts) - 1
             if (more := num_tokens(self._text[self._starts[first] : self._stops[last]])) is None:
                 raise Unreadable
@@ -165,9 +159,8 @@ class Names(Generic[K]):
 
     def extend(self, to: int) -> None:
         """Name the blocks that end before part `to` does."""
-        while self._part < to and (name := self._prompt.name_of(self._part)) is not None:
-            if (known := self._kept.take((self._kind, name))) is None:
-                break
+        names = self._prompt.names(to)
+        while self._part < len(names) and (known := self._kept.take((self._kind, names[self._part]))) is not None:
             self.made += known
             self._part += 1
         if self._part >= to:
@@ -175,10 +168,9 @@ class Names(Generic[K]):
         before = len(self.made)
         tokens = self._prompt.tokens(before * self.block_tokens, to)
         self.made += self._make(tokens, self.made[-1] if self.made else None)
-        for part in range(self._part, to):
-            after = self._prompt.end_of(part) // self.block_tokens
-            if (name := self._prompt.name_of(part)) is not None:
-                self._kept.keep((self._kind, name), self.made[before:after])
+        for name, end in zip(names[self._part :], self._prompt.ends[self._part :], strict=False):
+            after = end // self.block_tokens
+            self._kept.keep((self._kind, name), self.made[before:after])
             before = after
         self._part = to
 
