@@ -132,9 +132,7 @@ class Index:
 
     def _contexts(self, query: Query, asked: Sequence[Instance]) -> set[Context]:
         """Those of which somebody has blocks."""
-        owned = {
-            (size, query.cache_salt or one.registered.salt) for one in asked for _, size in list(one.owners)
-        }  # fmt: skip
+        owned = {(size, query.cache_salt or one.registered.salt) for one in asked for _, size in list(one.owners)}
         every = {Context(size, query.lora, salt) for size, salt in owned}
         return {context for context in every if context in self.held}
 
