@@ -20,6 +20,7 @@ from store_client import EmbeddedStore
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
 from store_client.agent.index.pages import Pages
+from store_client.agent.index.parts import Prompt
 from store_client.agent.index.requests import Query, Registration
 
 
@@ -67,7 +68,7 @@ class Indexed:
     def of(self, tokens: Sequence[int], medium: str = "longest_matched", *, salt: str | None = None) -> int:
         """Leading tokens that the instance has."""
         query = Query(model="m", block_size=PAGE_TOKENS, token_ids=msgspec.Raw(b"[]"), cache_salt=salt)
-        answer = asyncio.run(self._index.query(query, np.array(tokens, dtype=np.uint32)))["default"]["a"]
+        answer = asyncio.run(self._index.query(query, Prompt(np.array(tokens, dtype=np.uint32))))["default"]["a"]
         return int(answer[medium])
 
     def counted(self, what: str) -> int:

@@ -24,6 +24,7 @@ from store_client import EmbeddedStore
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
 from store_client.agent.index.pages import Pages
+from store_client.agent.index.parts import Prompt
 from store_client.agent.index.requests import Query, Registration
 
 
@@ -53,7 +54,7 @@ class Told:
     def of(self, tokens: list[int]) -> tuple[int, int, int]:
         """GPU, CPU, longest."""
         query = Query(model="m", block_size=16, token_ids=msgspec.Raw(b"[]"))
-        answer = asyncio.run(self.index.query(query, np.array(tokens, dtype=np.uint32)))["default"]["a"]
+        answer = asyncio.run(self.index.query(query, Prompt(np.array(tokens, dtype=np.uint32))))["default"]["a"]
         return answer["GPU"], answer["CPU"], answer["longest_matched"]
 
     def close(self) -> None:
