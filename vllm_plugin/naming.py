@@ -6,7 +6,7 @@ Two requests share a page if and only if their names agree up to its end.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _FIRST_WAIT_S = 0.05
-"""How long the first request with an adapter waits for its digest; a large one is named from a later request on."""
+"""How long loading an adapter waits for its digest; a large one is named from a later request on."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -70,40 +70,79 @@ class AdapterKeys:
     """Who a LoRA adapter is: a digest of its files, made once in the background and kept while it serves.
 
     The scheduler asks for every request with an adapter, so it reads file times only. What the engine holds in memory
-    is what the files said when it loaded them: an adapter whose files change under a running engine has no name any
-    more.
+    is what the files said when it loaded them: an adapter whose files changed since has no name, until vLLM is told to
+    load it again in place.
     """
 
     def __init__(self) -> None:
-        self._adapters: dict[tuple[int, str], _Adapter] = {}
+        self._adapters: dict[int, _Adapter] = {}
+        """By vLLM's number: a name and a path may stand for another one tomorrow."""
+        self._signatures: dict[str, Signature] = {}
+        """Path -> what its files said when they were loaded last."""
+        self._stale: set[str] = set()
+        """Paths of whose former files vLLM's own cache may have KV: it takes name and path for the adapter."""
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake-connector-adapter")
 
+    def load(self, request: LoRARequest, signature: Signature | None = None) -> bool:
+        """The engine loads an adapter unless it has it. Whether that takes another one's place.
+
+        `signature`: of its files before it was loaded; None where that is yet to come.
+        """
+        path = request.lora_path
+        if (signature := signature or adapter_signature(request)) is None:
+            return False
+        former = self._adapters.get(request.lora_int_id)
+        if former is not None and (not request.load_inplace or former.signature == signature):
+            return False
+        if self._signatures.get(path, signature) != signature:
+            self._stale.add(path)
+        self._signatures[path] = signature
+        digest = self._hasher.submit(_digest, path, signature)
+        self._adapters[request.lora_int_id] = _Adapter(signature, digest)
+        wait([digest], _FIRST_WAIT_S)
+        return former is not None
+
     def key(self, request: LoRARequest) -> str | None:
-        """Digest of the adapter's files, or None: not known yet, not readable, or changed since it was loaded."""
-        name = (request.lora_int_id, request.lora_path)
+        """Digest of the files of an adapter that was loaded, or None: not known yet, not readable, or changed since."""
         try:
-            signature = _signature(request.lora_path)
-            adapter = self._adapters.get(name)
-            timeout_s = 0.0
-            if adapter is None or (request.load_inplace and adapter.signature != signature):
-                digest = self._hasher.submit(_digest, request.lora_path, signature)
-                adapter = self._adapters[name] = _Adapter(signature, digest)
-                timeout_s = _FIRST_WAIT_S
-            if adapter.signature != signature:
-                raise ModelIdentityError(f"the files in {request.lora_path} changed while the adapter is in use")
-            return adapter.digest.result(timeout_s)
+            adapter = self._adapters.get(request.lora_int_id)
+            if adapter is None:
+                return None
+            if adapter.signature != adapter_signature(request):
+                raise ModelIdentityError(f"the files in {request.lora_path} are not those that were loaded")
+            return adapter.digest.result(0.0)
         except NotYet:
             return None
         except (ModelIdentityError, OSError) as error:
-            log_once(f"lora:{request.lora_path}", "requests with this adapter are not cached: %s", error, logger=logger)
+            _log_not_cached(request, error)
             return None
+
+    def is_stale(self, request: LoRARequest) -> bool:
+        """Whether a hit in vLLM's own cache may be KV of former files."""
+        return request.lora_path in self._stale
+
+    def own_cache_emptied(self) -> None:
+        """vLLM has forgotten all KV of its own."""
+        self._stale.clear()
 
     def close(self) -> None:
         self._hasher.shutdown(wait=False, cancel_futures=True)
 
 
+def _log_not_cached(request: LoRARequest, error: Exception) -> None:
+    log_once(f"lora:{request.lora_path}", "requests with this adapter are not cached: %s", error, logger=logger)
+
+
+def adapter_signature(request: LoRARequest) -> Signature | None:
+    """Name, inode, size and time of every file of an adapter's folder; None where it cannot be read."""
+    try:
+        return _signature(request.lora_path)
+    except OSError as error:
+        _log_not_cached(request, error)
+        return None
+
+
 def _signature(path: str) -> Signature:
-    """Name, inode, size and time of every file of the folder."""
     with os.scandir(path) as entries:
         stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
     return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats))

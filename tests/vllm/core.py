@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from harness import Engine
+from vllm.lora.request import LoRARequest
 
 from vllm_plugin.weights import calls
 
@@ -52,3 +53,7 @@ class Core:
 
         answer: bool = calls._around_reset(self, reset, running, connector)
         return answer
+
+    def add_lora(self, lora: LoRARequest, *, meanwhile: Callable[[], object] = bool) -> None:
+        """The workers load an adapter, and `meanwhile` something happens."""
+        calls._around_add_lora(self, meanwhile, lora)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PROMPT, Start
+from core import Core
 from simulated.waiting import wait_for
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -40,6 +41,10 @@ def test_requests_of_one_salt_share(start: Start) -> None:
 def adapter(folder: Path, content: bytes) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
+    return write(folder, content)
+
+
+def write(folder: Path, content: bytes) -> Path:
     (folder / "adapter_model.safetensors").write_bytes(content)
     return folder
 
@@ -59,37 +64,132 @@ def test_requests_of_different_adapters_do_not_share_whatever_their_names(start:
 def test_one_adapter_is_shared_wherever_it_lies(start: Start, tmp_path: Path) -> None:
     here = LoRARequest("a", 1, str(adapter(tmp_path / "here", b"weights")))
     there = LoRARequest("b", 1, str(adapter(tmp_path / "there", b"weights")))
-    engine = start(prefix_caching=False)
-    engine.ask(PROMPT, lora_request=here)
-    engine.ask(PROMPT, name="again", lora_request=there)
-    assert engine.computed("again") == 4 + 2
+    start().ask(PROMPT, lora_request=here)
+    other = start()
+    other.ask(PROMPT, name="again", lora_request=there)
+    assert other.computed("again") == 4 + 2
 
 
-def test_an_adapter_that_changes_on_disk_while_it_serves_has_no_name_any_more(tmp_path: Path) -> None:
-    folder = adapter(tmp_path / "a", b"weights")
-    lora = LoRARequest("a", 1, str(folder))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of an adapter with the number 1, as `lora` says."""
+    return adapter(tmp_path / "a", b"weights")
+
+
+def lora(folder: Path, *, load_inplace: bool = False) -> LoRARequest:
+    return LoRARequest("a", 1, str(folder), load_inplace=load_inplace)
+
+
+def test_an_adapter_that_changes_on_disk_has_no_name_until_it_is_loaded_again_in_place(folder: Path) -> None:
     keys = AdapterKeys()
-    before = keys.key(lora)
-    (folder / "adapter_model.safetensors").write_bytes(b"others!")
+    assert keys.key(lora(folder)) is None
+    assert not keys.load(lora(folder))
+    before = keys.key(lora(folder))
     assert before is not None
-    assert keys.key(lora) is None, "the engine still holds the old weights"
-    reloaded = keys.key(LoRARequest("a", 1, str(folder), load_inplace=True))
-    assert reloaded not in (None, before)
+    write(folder, b"others!")
+    assert not keys.load(lora(folder))
+    assert keys.key(lora(folder)) is None, "the engine still holds the old weights"
+    assert keys.load(lora(folder, load_inplace=True))
+    assert keys.key(lora(folder)) not in (None, before)
+
+
+def test_an_adapter_that_is_loaded_under_the_number_of_another_one_has_no_name(folder: Path, tmp_path: Path) -> None:
+    """vLLM goes on with the one that it has."""
+    keys = AdapterKeys()
+    keys.load(lora(folder))
+    other = lora(adapter(tmp_path / "b", b"others!"))
+    assert not keys.load(other)
+    assert keys.key(other) is None
+    assert keys.key(lora(folder)) is not None
+
+
+def test_files_that_change_before_the_first_request_name_nothing(start: Start, folder: Path) -> None:
+    engine = start()
+    Core(engine).add_lora(lora(folder))
+    write(folder, b"others!")
+    engine.ask(PROMPT, lora_request=lora(folder))
+    assert engine.num_pages() == 0
+
+
+def test_an_adapter_that_could_not_be_loaded_again_has_no_name(start: Start, folder: Path) -> None:
+    engine = start()
+    engine.ask(PROMPT, lora_request=lora(folder))
+    write(folder, b"others!")
+    with pytest.raises(ValueError, match="not a rank"):
+        Core(engine).add_lora(lora(folder, load_inplace=True), meanwhile=lambda: int("not a rank"))
+    engine.ask(PROMPT[1:], lora_request=lora(folder))
+    assert engine.num_pages() == 6
+
+
+def test_files_that_change_while_they_are_loaded_name_nothing(start: Start, folder: Path) -> None:
+    engine = start()
+    Core(engine).add_lora(lora(folder), meanwhile=lambda: write(folder, b"others!"))
+    engine.ask(PROMPT, lora_request=lora(folder))
+    assert engine.num_pages() == 0
+
+
+def test_what_vllms_own_cache_has_of_an_adapter_is_not_stored_for_the_one_in_its_place(
+    start: Start, folder: Path
+) -> None:
+    engine, again = start(), lora(folder, load_inplace=True)
+    core = Core(engine)
+    engine.ask(PROMPT, lora_request=lora(folder))
+    write(folder, b"others!")
+    core.add_lora(again)
+    engine.ask([*PROMPT, *PROMPT], lora_request=again)
+    assert engine.num_pages() == 6
+    engine.ask(PROMPT[1:], lora_request=again)
+    assert engine.num_pages() == 2 * 6
+    assert core.reset(connector=False)
+    for _ in range(2):  # the second one begins with a hit
+        engine.ask(PROMPT, lora_request=again)
+        assert engine.num_pages() == 3 * 6
+    engine.ask([*PROMPT, *PROMPT], lora_request=again)
+    assert engine.num_pages() == 3 * 6 + 6
+
+
+@pytest.mark.parametrize("loaded", ["nowhere", "here", "elsewhere"])
+def test_a_request_whose_adapter_is_replaced_stores_nothing_more(
+    start: Start, folder: Path, tmp_path: Path, loaded: str
+) -> None:
+    engine = start()
+    name = engine.add(PROMPT, 60, lora_request=lora(folder))
+    engine.run(until=lambda: len(engine.texts[name]) > 2)
+    wait_for(lambda: engine.num_pages() == 6)
+    if loaded != "elsewhere":  # a worker may read the files again at any time
+        write(folder, b"others!")
+    if loaded != "nowhere":
+        place = folder if loaded == "here" else adapter(tmp_path / "b", b"others!")
+        Core(engine).add_lora(lora(place, load_inplace=True))
+    engine.run()
+    assert engine.num_pages() == 6
+
+
+def test_a_request_that_waits_while_its_adapter_is_replaced_loads_no_page_of_the_former(
+    start: Start, folder: Path
+) -> None:
+    engine = start(prefix_caching=False)
+    engine.ask(PROMPT, lora_request=lora(folder))
+    name = engine.add(PROMPT, lora_request=lora(folder))
+    write(folder, b"others!")
+    Core(engine).add_lora(lora(folder, load_inplace=True))
+    engine.run()
+    assert engine.computed(name) == len(PROMPT) + 2
 
 
 def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
     monkeypatch.setattr("vllm_plugin.naming._FIRST_WAIT_S", 0.05)
     monkeypatch.setattr("vllm_plugin.naming.files_digest", lambda *args, **kwargs: str(go_on.wait(60)))
-    lora = LoRARequest("a", 1, str(adapter(tmp_path / "a", b"weights")))
     keys = AdapterKeys()
-    assert keys.key(lora) is None
+    keys.load(lora(folder))
+    assert keys.key(lora(folder)) is None
     go_on.set()
     keys.close()
-    wait_for(lambda: keys.key(lora))
-    assert keys.key(lora) == "True"
+    wait_for(lambda: keys.key(lora(folder)))
+    assert keys.key(lora(folder)) == "True"
 
 
 def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start) -> None:

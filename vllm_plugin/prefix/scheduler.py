@@ -23,7 +23,7 @@ from store_client.sharded import ShardView
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import config_digest, instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
-from vllm_plugin.naming import AdapterKeys, chain_root
+from vllm_plugin.naming import AdapterKeys, Signature, chain_root
 from vllm_plugin.prefix.account import Accounts
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.groups_hit import GroupsHit
@@ -40,6 +40,7 @@ from vllm_plugin.weights.scheduler import WeightsInMemory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -118,8 +119,24 @@ class PrefixScheduler:
     def track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            if request.lora_request is not None:
+                self.adapter_loaded(request.lora_request)
             tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
         return tracked
+
+    def adapter_loaded(self, lora: LoRARequest, signature: Signature | None = None) -> None:
+        """The workers load an adapter, if they do not have it (see `AdapterKeys.load`). Who began with the one whose
+        place it takes goes on with this one, and then has KV of both."""
+        if self._adapters.load(lora, signature):
+            for tracked in self._tracked.values():
+                former = tracked.request.lora_request
+                if former is not None and former.lora_int_id == lora.lora_int_id:
+                    tracked.root = None
+
+    def own_cache_emptied(self) -> None:
+        """vLLM has forgotten all KV of its own."""
+        self.weights.own_cache_emptied()
+        self._adapters.own_cache_emptied()
 
     def announce(self, request: Request) -> None:
         """Have the tiers bring what the pool lacks of a prompt, long before the request's turn.
@@ -291,7 +308,13 @@ class PrefixScheduler:
                 continue
             num_computed_tokens = tracked.request.num_computed_tokens + num_tokens
             if num_computed_tokens >= (tracked.saved_pages + 1) * self._page_tokens and self._views():
-                self.saves.plan(tracked, num_computed_tokens)
+                self._plan_save(tracked, num_computed_tokens)
+
+    def _plan_save(self, tracked: Tracked, num_computed_tokens: int, *, computed: bool = False) -> None:
+        lora = tracked.request.lora_request
+        if lora is not None and self._adapters.key(lora) is None:  # workers may have read its files again since
+            tracked.root = None
+        self.saves.plan(tracked, num_computed_tokens, computed=computed)
 
     def _start(self, scheduled: SchedulerOutput) -> None:
         """Requests that start or resume in this step have their blocks filled up to where it computes.
@@ -309,7 +332,9 @@ class PrefixScheduler:
             tracked.loading = None
             if self._doubtful_steps and tracked.request.num_computed_tokens:
                 tracked.root = None
-            if self.weights.taints and tracked.local_tokens:
+            lora = tracked.request.lora_request
+            stale = self.weights.taints or (lora is not None and self._adapters.is_stale(lora))
+            if stale and tracked.local_tokens:
                 tracked.root = None
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
@@ -323,7 +348,7 @@ class PrefixScheduler:
         """Plan the save of what is complete and was not looked at yet; vLLM frees the blocks after this."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and tracked.loading is None and self._views():
-            self.saves.plan(tracked, request.num_computed_tokens, computed=True)
+            self._plan_save(tracked, request.num_computed_tokens, computed=True)
 
     # Results
 

@@ -1,8 +1,9 @@
-"""The calls by which weights in an engine's memory change, or are about to: two methods of vLLM's EngineCore.
+"""The calls by which weights in an engine's memory change, or are about to: three methods of vLLM's EngineCore.
 
 `collective_rpc` is the one way from outside into the workers, for `update_weights`, `reload_weights` and functions of
 the user's own. `reset_prefix_cache` comes after an update, or before one (`sleep`, `pause`). In an engine that runs in
-its user's process weights may change past both, so there nothing is concluded from them.
+its user's process weights may change past both, so there nothing is concluded from them. `add_lora` loads an adapter
+when the engine starts or the user says so; others are loaded with their first request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 from mooncake_connector.contain import contained, nothing
+from vllm_plugin.naming import Signature, adapter_signature
 from vllm_plugin.weights.reading import Reading
 
 _MARK = "_mooncake_connector_watches"
@@ -22,7 +24,7 @@ def watch() -> None:
     """Have EngineCore say when weights may change; safe to call again. Where it cannot, each reset ends all sharing."""
     from vllm.v1.engine.core import EngineCore
 
-    methods = {"collective_rpc": _around_rpc, "reset_prefix_cache": _around_reset}
+    methods = {"collective_rpc": _around_rpc, "reset_prefix_cache": _around_reset, "add_lora": _around_add_lora}
     if not all(callable(getattr(EngineCore, name, None)) for name in methods):
         return
     for name, around in methods.items():
@@ -59,6 +61,19 @@ def _around_reset(
     return answer
 
 
+def _around_add_lora(core: Any, call: Callable[[], Any], lora_request: Any) -> Any:
+    signature = contained(nothing)(adapter_signature)(lora_request)  # later its files may say something else
+    answer = call()
+    _after_add_lora(core, lora_request, signature)
+    return answer
+
+
+@contained(nothing)
+def _after_add_lora(core: Any, lora_request: Any, signature: Signature | None) -> None:
+    for side in _sides(core):
+        side.prefix.adapter_loaded(lora_request, signature)
+
+
 @contained(nothing)
 def _before(core: Any) -> None:
     def run(function: Callable[[Any], Reading | None]) -> list[Reading | None]:
@@ -78,7 +93,7 @@ def _after_rpc(core: Any) -> None:
 @contained(nothing)
 def _after_reset(core: Any) -> None:
     for side in _sides(core):
-        side.prefix.weights.own_cache_emptied()
+        side.prefix.own_cache_emptied()
 
 
 def _has_own_process(core: Any) -> bool:
