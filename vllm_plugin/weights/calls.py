@@ -24,7 +24,11 @@ def watch() -> None:
     """Have EngineCore say when weights may change; safe to call again. Where it cannot, each reset ends all sharing."""
     from vllm.v1.engine.core import EngineCore
 
-    methods = {"collective_rpc": _around_rpc, "reset_prefix_cache": _around_reset, "add_lora": _around_add_lora}
+    methods: dict[str, Callable[..., Any]] = {
+        "collective_rpc": _around_rpc,
+        "reset_prefix_cache": _around_reset,
+        "add_lora": _around_add_lora,
+    }
     if not all(callable(getattr(EngineCore, name, None)) for name in methods):
         return
     for name, around in methods.items():
