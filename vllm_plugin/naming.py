@@ -88,11 +88,11 @@ class AdapterKeys:
 
         `signature`: of its files before it was loaded; None where that is yet to come.
         """
-        path = request.lora_path
-        if (signature := signature or adapter_signature(request)) is None:
+        path, former = request.lora_path, self._adapters.get(request.lora_int_id)
+        if former is not None and not request.load_inplace:
             return False
-        former = self._adapters.get(request.lora_int_id)
-        if former is not None and (not request.load_inplace or former.signature == signature):
+        signature = signature or adapter_signature(request)
+        if signature is None or (former is not None and former.signature == signature):
             return False
         if self._signatures.get(path, signature) != signature:
             self._stale.add(path)
