@@ -5,8 +5,7 @@ Two requests share a page if and only if their names agree up to its end.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from mooncake_connector.kv.identity.fingerprint import default_cache_dir
 from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
 from mooncake_connector.kv.keys import adapter_root_digest, content_tokens, root_digest
 from mooncake_connector.log import get_logger, log_once
+from transfer.threads import DaemonThreads
+from vllm_plugin.adapter_files import AdapterFiles, Signature, read_files
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 _FIRST_WAIT_S = 0.05
 """How long loading an adapter waits for its digest; a large one is named from a later request on."""
-
-Signature = tuple[tuple[str, int, int, int], ...]
 
 logger = get_logger(__name__)
 
@@ -62,54 +61,72 @@ def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDA
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    signature: Signature
-    digest: Future[str]
+    """One that vLLM has; `signature` is what its files said before, None where they did not say it."""
+
+    signature: Signature | None
+    digest: Future[str] | None
 
 
 class AdapterKeys:
     """Who a LoRA adapter is: a digest of its files, made once in the background and kept while it serves.
 
     The scheduler asks for every request with an adapter, so it reads file times only. What the engine holds in memory
-    is what the files said when it loaded them: an adapter whose files changed since has no name, until vLLM is told to
-    load it again in place.
+    is what the files said when it loaded them: an adapter whose files changed since, or said nothing before, has no
+    name, until vLLM is told to load it again in place.
     """
 
     def __init__(self) -> None:
+        self._files = AdapterFiles()
         self._adapters: dict[int, _Adapter] = {}
         """By vLLM's number: a name and a path may stand for another one tomorrow."""
-        self._signatures: dict[str, Signature] = {}
+        self._signatures: dict[str, Signature | None] = {}
         """Path -> what its files said when they were loaded last."""
         self._stale: set[str] = set()
         """Paths of whose former files vLLM's own cache may have KV: it takes name and path for the adapter."""
-        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake-connector-adapter")
+        self._hasher = DaemonThreads(1, "mooncake-connector-adapter")
 
-    def load(self, request: LoRARequest, signature: Signature | None = None) -> bool:
-        """The engine loads an adapter unless it has it. Whether that takes another one's place.
+    def look(self, request: LoRARequest) -> Signature | None:
+        """What the adapter's files say now; None where they cannot be read, or do not say it in time."""
+        try:
+            signature = self._files.signature(request.lora_path)
+        except OSError as error:
+            _log_not_cached(request, error)
+            return None
+        if signature is None:
+            _log_not_cached(request, "their file system does not answer in time")
+        return signature
 
-        `signature`: of its files before it was loaded; None where that is yet to come.
+    def used(self, request: LoRARequest) -> bool:
+        """A request has it, so the engine loads it now unless it was loaded. Whether that takes another one's place."""
+        if request.lora_int_id in self._adapters and not request.load_inplace:
+            return False
+        return self.loaded(request, self.look(request))
+
+    def loaded(self, request: LoRARequest, signature: Signature | None) -> bool:
+        """The engine has loaded an adapter, or does so now, unless it had it. Whether that takes another one's place.
+
+        `signature`: of its files before that.
         """
         path, former = request.lora_path, self._adapters.get(request.lora_int_id)
-        if former is not None and not request.load_inplace:
-            return False
-        signature = signature or adapter_signature(request)
-        if signature is None or (former is not None and former.signature == signature):
+        if former is not None and (not request.load_inplace or former.signature == signature):
             return False
         if self._signatures.get(path, signature) != signature:
             self._stale.add(path)
         self._signatures[path] = signature
-        digest = self._hasher.submit(_digest, path, signature)
+        digest = None if signature is None else self._hasher.submit(_digest, path, signature)
         self._adapters[request.lora_int_id] = _Adapter(signature, digest)
-        wait([digest], _FIRST_WAIT_S)
+        if digest is not None:
+            wait([digest], _FIRST_WAIT_S)
         return former is not None
 
     def key(self, request: LoRARequest) -> str | None:
         """Digest of the files of an adapter that was loaded, or None: not known yet, not readable, or changed since."""
+        adapter = self._adapters.get(request.lora_int_id)
+        if adapter is None or (signature := self.look(request)) is None:
+            return None
         try:
-            adapter = self._adapters.get(request.lora_int_id)
-            if adapter is None:
-                return None
-            if adapter.signature != adapter_signature(request):
-                raise ModelIdentityError(f"the files in {request.lora_path} are not those that were loaded")
+            if adapter.digest is None or adapter.signature != signature:
+                raise ModelIdentityError(f"the files in {request.lora_path} may not be those that were loaded")
             return adapter.digest.result(0.0)
         except NotYet:
             return None
@@ -126,30 +143,16 @@ class AdapterKeys:
         self._stale.clear()
 
     def close(self) -> None:
-        self._hasher.shutdown(wait=False, cancel_futures=True)
+        self._hasher.close()
 
 
-def _log_not_cached(request: LoRARequest, error: Exception) -> None:
-    log_once(f"lora:{request.lora_path}", "requests with this adapter are not cached: %s", error, logger=logger)
-
-
-def adapter_signature(request: LoRARequest) -> Signature | None:
-    """Name, inode, size and time of every file of an adapter's folder; None where it cannot be read."""
-    try:
-        return _signature(request.lora_path)
-    except OSError as error:
-        _log_not_cached(request, error)
-        return None
-
-
-def _signature(path: str) -> Signature:
-    with os.scandir(path) as entries:
-        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+def _log_not_cached(request: LoRARequest, why: object) -> None:
+    said = "requests with the adapter %s are not cached: %s"
+    log_once(f"lora:{request.lora_path}:{why}", said, request.lora_path, why, logger=logger)
 
 
 def _digest(path: str, signature: Signature) -> str:
     digest = files_digest(Path(path), LORA_FILES, cache_dir=default_cache_dir())
-    if _signature(path) != signature:
+    if read_files(path)[0] != signature:
         raise ModelIdentityError(f"the files in {path} changed while they were read")
     return digest

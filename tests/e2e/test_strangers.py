@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated.waiting import wait_for
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -135,8 +136,8 @@ def vllm_keys(adapter: Path | None = None, cache_salt: str | None = None, image:
     request = Request("r", TOKENS, greedy, None, mm_features=features, lora_request=lora, cache_salt=cache_salt)
     adapters = AdapterKeys()
     if adapter is not None:
-        adapters.key(lora)  # starts to hash it
-        adapters.close()
+        adapters.used(lora)  # starts to hash it
+        wait_for(lambda: adapters.key(lora))
     root = chain_root(request, adapters)
     assert root is not None
     named = named_tokens(request, 0, len(TOKENS))

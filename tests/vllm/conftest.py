@@ -90,6 +90,8 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine all of this lasts longer than an engine cares to wait."""
     for name in (
         "store_client.jobs._LOCK_WAIT_S",
+        "vllm_plugin.adapter_files._FIRST_LOOK_S",
+        "vllm_plugin.adapter_files._LOOK_S",
         "vllm_plugin.naming._FIRST_WAIT_S",
         "vllm_plugin.prefix.save_planner._COLLECT_S",
         "vllm_plugin.prefix.lookups._LOOKUP_HANGS_S",

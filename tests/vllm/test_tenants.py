@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +15,18 @@ import torch
 from cases import PROMPT, Start
 from core import Core
 from simulated.waiting import wait_for
+from store.tiers.fuse import Mount, fuse_mount
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from mooncake_connector.contain import apart
 from mooncake_connector.kv.keys import page_keys
+from vllm_plugin import adapter_files
+from vllm_plugin.adapter_files import AdapterFiles
 from vllm_plugin.naming import AdapterKeys, chain_root, named_tokens
+from vllm_plugin.prefix.scheduler import PrefixScheduler
 
 
 @pytest.mark.parametrize("salts", [("a", None), (None, "a"), ("a", "b")])
@@ -83,22 +91,22 @@ def lora(folder: Path, *, load_inplace: bool = False) -> LoRARequest:
 def test_an_adapter_that_changes_on_disk_has_no_name_until_it_is_loaded_again_in_place(folder: Path) -> None:
     keys = AdapterKeys()
     assert keys.key(lora(folder)) is None
-    assert not keys.load(lora(folder))
+    assert not keys.used(lora(folder))
     before = keys.key(lora(folder))
     assert before is not None
     write(folder, b"others!")
-    assert not keys.load(lora(folder))
+    assert not keys.used(lora(folder))
     assert keys.key(lora(folder)) is None, "the engine still holds the old weights"
-    assert keys.load(lora(folder, load_inplace=True))
+    assert keys.used(lora(folder, load_inplace=True))
     assert keys.key(lora(folder)) not in (None, before)
 
 
 def test_an_adapter_that_is_loaded_under_the_number_of_another_one_has_no_name(folder: Path, tmp_path: Path) -> None:
     """vLLM goes on with the one that it has."""
     keys = AdapterKeys()
-    keys.load(lora(folder))
+    keys.used(lora(folder))
     other = lora(adapter(tmp_path / "b", b"others!"))
-    assert not keys.load(other)
+    assert not keys.used(other)
     assert keys.key(other) is None
     assert keys.key(lora(folder)) is not None
 
@@ -165,6 +173,20 @@ def test_a_request_whose_adapter_is_replaced_stores_nothing_more(
     assert engine.num_pages() == 6
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_a_request_leaves_at_its_end_is_stored_of_the_adapter_that_was_loaded(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    monkeypatch.setattr(PrefixScheduler, "_completes_pages", lambda *args: False)
+    engine = start()
+    name = engine.add(PROMPT, 4, lora_request=lora(folder))
+    engine.run(until=lambda: engine.texts[name])
+    if changes:
+        write(folder, b"others!")
+    engine.run()
+    assert engine.num_pages() == (0 if changes else 6)
+
+
 def test_a_request_that_waits_while_its_adapter_is_replaced_loads_no_page_of_the_former(
     start: Start, folder: Path
 ) -> None:
@@ -184,12 +206,111 @@ def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
     monkeypatch.setattr("vllm_plugin.naming._FIRST_WAIT_S", 0.05)
     monkeypatch.setattr("vllm_plugin.naming.files_digest", lambda *args, **kwargs: str(go_on.wait(60)))
     keys = AdapterKeys()
-    keys.load(lora(folder))
+    keys.used(lora(folder))
     assert keys.key(lora(folder)) is None
     go_on.set()
     keys.close()
     wait_for(lambda: keys.key(lora(folder)))
     assert keys.key(lora(folder)) == "True"
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    with fuse_mount(tmp_path) as mount:
+        yield mount
+
+
+@contextmanager
+def hanging(mount: Mount) -> Iterator[None]:
+    """Its file system answers nobody, and looks are not waited for long; each looks, unless one before still does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_files, "_FIRST_LOOK_S", 0.05)
+        patch.setattr(adapter_files, "_LOOK_S", 0.05)
+        patch.setattr(adapter_files, "_LATE_PAUSE_S", 0.0)
+        mount.hang()
+        yield
+        mount.go_on()
+
+
+def test_an_adapter_on_a_dead_file_system_does_not_stop_the_scheduler(start: Start, mount: Mount) -> None:
+    remote = lora(adapter(mount.path / "a", b"weights"))
+    engine = start(prefix_caching=False)
+    engine.ask(PROMPT, lora_request=remote)
+    pages = engine.num_pages()
+    with hanging(mount):
+        for name in ("one", "two", "three"):
+            engine.ask([*reversed(PROMPT)], name=name, lora_request=remote)
+            assert engine.computed(name) == len(PROMPT) + 2
+    assert engine.num_pages() == pages > 0, "whose KV this is nobody knows"
+    wait_for(lambda: engine.connector._scheduler.prefix._adapters.look(remote))
+    engine.ask(PROMPT, name="back", lora_request=remote)
+    assert engine.computed("back") == 4 + 2
+
+
+def test_loading_an_adapter_waits_for_no_dead_file_system(start: Start, mount: Mount) -> None:
+    """The files may have changed between what the workers read and the first answer, as here."""
+    folder = adapter(mount.path / "a", b"weights")
+    engine = start()
+    with hanging(mount):
+        Core(engine).add_lora(lora(folder))
+    write(folder, b"others!")
+    engine.ask(PROMPT, lora_request=lora(folder))
+    assert engine.num_pages() == 0
+
+
+def test_an_adapter_that_was_loaded_unseen_has_no_name_until_it_is_loaded_again(mount: Mount) -> None:
+    folder = adapter(mount.path / "a", b"weights")
+    keys = AdapterKeys()
+    with hanging(mount):
+        keys.used(lora(folder))
+    wait_for(lambda: keys.look(lora(folder)))
+    keys.used(lora(folder))
+    assert keys.key(lora(folder)) is None
+    assert keys.used(lora(folder, load_inplace=True))
+    assert keys.key(lora(folder))
+
+
+def test_adapters_elsewhere_are_seen_while_one_is_on_a_dead_file_system(mount: Mount, folder: Path) -> None:
+    files, waits = AdapterFiles(), list[float]()
+    dead = str(adapter(mount.path / "dead", b"weights"))
+    with hanging(mount), pytest.MonkeyPatch.context() as patch:
+        assert files.signature(dead) is None
+        patch.setattr(adapter_files, "_LOOK_S", 60.0)
+        patch.setattr(adapter_files, "apart", lambda work, wait_s: waits.append(wait_s) or apart(work, wait_s))
+        assert files.signature(str(folder))
+    assert waits == [60.0], "it may be on the same file system, and is not waited for like a first one"
+
+
+def test_one_thread_at_most_waits_for_a_dead_file_system(mount: Mount) -> None:
+    files, dead = AdapterFiles(), str(adapter(mount.path / "a", b"weights"))
+    with hanging(mount):
+        before = threading.active_count()
+        for _ in range(5):
+            assert files.signature(dead) is None
+        assert threading.active_count() == before + 1
+
+
+def test_only_file_systems_that_may_not_answer_have_a_thread(
+    mount: Mount, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the folder is on, here, may not be among those that are known to be local."""
+    remote = adapter(mount.path / "a", b"weights")
+    mounts, local, other = folder.parent / "mounts", os.stat(folder).st_dev, os.stat(remote).st_dev
+    mounts.write_text(
+        f"21 1 {os.major(local)}:{os.minor(local)} / / rw shared:1 - ext4 /dev/vda rw\n"
+        f"22 1 {os.major(other)}:{os.minor(other)} / /mnt rw - fuse.bindfs bindfs rw\n"
+    )
+    monkeypatch.setattr(adapter_files, "_MOUNTS", mounts)
+    files, looks = AdapterFiles(), list[Any]()
+    monkeypatch.setattr(adapter_files, "apart", lambda work, wait_s: looks.append(work) or apart(work, wait_s))
+    for _ in range(3):
+        assert files.signature(str(folder)) == adapter_files.read_files(str(folder))[0]
+    assert len(looks) == 1
+    (folder / "linked").symlink_to(remote / "adapter_model.safetensors")
+    others = AdapterFiles()
+    for _ in range(3):
+        assert others.signature(str(folder)) and files.signature(str(remote))
+    assert len(looks) == 1 + 3 + 3
 
 
 def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start) -> None:

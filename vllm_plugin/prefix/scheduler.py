@@ -20,10 +20,11 @@ from store_client.base import Store
 from store_client.missing import fate_of
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
+from vllm_plugin.adapter_files import Signature
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import config_digest, instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
-from vllm_plugin.naming import AdapterKeys, Signature, chain_root
+from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.account import Accounts
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.groups_hit import GroupsHit
@@ -119,19 +120,27 @@ class PrefixScheduler:
     def track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            if request.lora_request is not None:
-                self.adapter_loaded(request.lora_request)
+            lora = request.lora_request
+            if lora is not None and self._adapters.used(lora):
+                self._adapter_replaced(lora)
             tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
         return tracked
 
-    def adapter_loaded(self, lora: LoRARequest, signature: Signature | None = None) -> None:
-        """The workers load an adapter, if they do not have it (see `AdapterKeys.load`). Who began with the one whose
-        place it takes goes on with this one, and then has KV of both."""
-        if self._adapters.load(lora, signature):
-            for tracked in self._tracked.values():
-                former = tracked.request.lora_request
-                if former is not None and former.lora_int_id == lora.lora_int_id:
-                    tracked.root = None
+    def adapter_files(self, lora: LoRARequest) -> Signature | None:
+        """What an adapter's files say, which the workers are about to load."""
+        return self._adapters.look(lora)
+
+    def adapter_loaded(self, lora: LoRARequest, signature: Signature | None) -> None:
+        """The workers have loaded an adapter, if they did not have it; `signature`: what its files said before."""
+        if self._adapters.loaded(lora, signature):
+            self._adapter_replaced(lora)
+
+    def _adapter_replaced(self, lora: LoRARequest) -> None:
+        """Who began with the one whose place it takes goes on with this one, and then has KV of both."""
+        for tracked in self._tracked.values():
+            former = tracked.request.lora_request
+            if former is not None and former.lora_int_id == lora.lora_int_id:
+                tracked.root = None
 
     def own_cache_emptied(self) -> None:
         """vLLM has forgotten all KV of its own."""
@@ -302,19 +311,25 @@ class PrefixScheduler:
             raise
 
     def _plan_saves(self, scheduled: SchedulerOutput) -> None:
+        named = dict[int, bool]()
         for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(req_id)
             if tracked is None:
                 continue
             num_computed_tokens = tracked.request.num_computed_tokens + num_tokens
             if num_computed_tokens >= (tracked.saved_pages + 1) * self._page_tokens and self._views():
-                self._plan_save(tracked, num_computed_tokens)
+                self._check_adapter(tracked, named)
+                self.saves.plan(tracked, num_computed_tokens)
 
-    def _plan_save(self, tracked: Tracked, num_computed_tokens: int, *, computed: bool = False) -> None:
+    def _check_adapter(self, tracked: Tracked, named: dict[int, bool]) -> None:
+        """Workers may have read an adapter's files again since; `named`: those that have been looked at now."""
         lora = tracked.request.lora_request
-        if lora is not None and self._adapters.key(lora) is None:  # workers may have read its files again since
+        if lora is None:
+            return
+        if lora.lora_int_id not in named:
+            named[lora.lora_int_id] = self._adapters.key(lora) is not None
+        if not named[lora.lora_int_id]:
             tracked.root = None
-        self.saves.plan(tracked, num_computed_tokens, computed=computed)
 
     def _start(self, scheduled: SchedulerOutput) -> None:
         """Requests that start or resume in this step have their blocks filled up to where it computes.
@@ -348,7 +363,8 @@ class PrefixScheduler:
         """Plan the save of what is complete and was not looked at yet; vLLM frees the blocks after this."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and tracked.loading is None and self._views():
-            self._plan_save(tracked, request.num_computed_tokens, computed=True)
+            self._check_adapter(tracked, {})
+            self.saves.plan(tracked, request.num_computed_tokens, computed=True)
 
     # Results
 

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from mooncake_connector.contain import contained, nothing
-from vllm_plugin.naming import Signature, adapter_signature
+from vllm_plugin.adapter_files import Signature
 from vllm_plugin.weights.reading import Reading
 
 _MARK = "_mooncake_connector_watches"
@@ -66,16 +66,21 @@ def _around_reset(
 
 
 def _around_add_lora(core: Any, call: Callable[[], Any], lora_request: Any) -> Any:
-    signature = contained(nothing)(adapter_signature)(lora_request)  # later its files may say something else
+    signatures = _before_add_lora(core, lora_request)  # later its files may say something else
     answer = call()
-    _after_add_lora(core, lora_request, signature)
+    _after_add_lora(lora_request, signatures)
     return answer
 
 
+@contained(list)
+def _before_add_lora(core: Any, lora_request: Any) -> list[tuple[Any, Signature | None]]:
+    return [(side.prefix, side.prefix.adapter_files(lora_request)) for side in _sides(core)]
+
+
 @contained(nothing)
-def _after_add_lora(core: Any, lora_request: Any, signature: Signature | None) -> None:
-    for side in _sides(core):
-        side.prefix.adapter_loaded(lora_request, signature)
+def _after_add_lora(lora_request: Any, signatures: list[tuple[Any, Signature | None]]) -> None:
+    for prefix, signature in signatures:
+        prefix.adapter_loaded(lora_request, signature)
 
 
 @contained(nothing)

@@ -1,0 +1,88 @@
+"""What the files of a LoRA adapter say, asked without waiting for a file system that answers nobody."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from mooncake_connector.contain import apart
+
+Signature = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and time of every file of a folder."""
+
+_FIRST_LOOK_S = 1.0
+"""How long the first look at a folder is waited for: vLLM is about to read all of it from there."""
+_LOOK_S = 0.2
+"""Likewise a later one."""
+_LATE_PAUSE_S = 30.0
+"""After a look that took longer no further one is taken for so long."""
+_LOCAL = frozenset(("ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "squashfs", "tmpfs", "xfs", "zfs"))
+"""File systems that answer as long as the machine runs. A look at others has a thread, and takes four times as long."""
+_MOUNTS = Path("/proc/self/mountinfo")
+"""Format: proc_pid_mountinfo(5)."""
+
+
+class AdapterFiles:
+    """One thread at a time."""
+
+    def __init__(self) -> None:
+        self._is_local: dict[str, bool] = {}
+        """Folder -> whether all of it is on such file systems, as far as it was seen."""
+        self._late: dict[str, tuple[_Look, float]] = {}
+        """Looks that took too long, and when to look again."""
+
+    def signature(self, path: str) -> Signature | None:
+        """Of the folder `path`; None where its file system does not say it in time. Raises OSError."""
+        if self._is_local.get(path):
+            return read_files(path)[0]
+        late = self._late.get(path)
+        if late is not None and (not late[0].is_over or time.monotonic() < late[1]):
+            return None
+        is_first = path not in self._is_local and all(look.is_over for look, _ in self._late.values())
+        look = _Look(path)
+        if not apart(look.take, _FIRST_LOOK_S if is_first else _LOOK_S):
+            self._late[path] = look, time.monotonic() + _LATE_PAUSE_S
+            return None
+        self._late.pop(path, None)
+        if look.error is not None:
+            raise look.error
+        if path not in self._is_local:
+            self._is_local[path] = look.devices <= _local_devices()
+        return look.signature
+
+
+class _Look:
+    """By a thread that nobody waits for any more once it is late, not even a process that ends."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.is_over = False
+        self.signature: Signature = ()
+        self.devices = set[int]()
+        self.error: OSError | None = None
+
+    def take(self) -> None:
+        try:
+            self.signature, self.devices = read_files(self._path)
+        except OSError as error:
+            self.error = error
+        self.is_over = True
+
+
+def read_files(path: str) -> tuple[Signature, set[int]]:
+    """What the files of a folder say, and the numbers of the devices that it is on. Raises OSError."""
+    with os.scandir(path) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    signature = sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple(signature), {os.stat(path).st_dev, *(stat.st_dev for _, stat in stats)}
+
+
+def _local_devices() -> set[int]:
+    devices = set[int]()
+    for line in _MOUNTS.read_text().splitlines():
+        mount, _, what = line.partition(" - ")
+        if what.split(" ", 1)[0] in _LOCAL:
+            major, minor = mount.split(" ", 3)[2].split(":")
+            devices.add(os.makedev(int(major), int(minor)))
+    return devices
