@@ -61,8 +61,9 @@ def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDA
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """One that vLLM has; `signature` is what its files said before, None where they did not say it."""
+    """One that vLLM has; `signature` is what its files said before, None where they did not, or say otherwise since."""
 
+    path: str
     signature: Signature | None
     digest: Future[str] | None
 
@@ -114,7 +115,7 @@ class AdapterKeys:
             self._stale.add(path)
         self._signatures[path] = signature
         digest = None if signature is None else self._hasher.submit(_digest, path, signature)
-        self._adapters[request.lora_int_id] = _Adapter(signature, digest)
+        self._adapters[request.lora_int_id] = _Adapter(path, signature, digest)
         if digest is not None:
             wait([digest], _FIRST_WAIT_S)
         return former is not None
@@ -126,6 +127,7 @@ class AdapterKeys:
             return None
         try:
             if adapter.digest is None or adapter.signature != signature:
+                self._lose(request, adapter)
                 raise ModelIdentityError(f"the files in {request.lora_path} may not be those that were loaded")
             return adapter.digest.result(0.0)
         except NotYet:
@@ -133,6 +135,14 @@ class AdapterKeys:
         except (ModelIdentityError, OSError) as error:
             _log_not_cached(request, error)
             return None
+
+    def _lose(self, request: LoRARequest, adapter: _Adapter) -> None:
+        """Also if its files say again what they said: one that workers dropped for others is read again, and that may
+        have been meanwhile."""
+        self._adapters[request.lora_int_id] = _Adapter(adapter.path, None, None)
+        for path in (adapter.path, request.lora_path):
+            self._signatures[path] = None
+            self._stale.add(path)
 
     def is_stale(self, request: LoRARequest) -> bool:
         """Whether a hit in vLLM's own cache may be KV of former files."""

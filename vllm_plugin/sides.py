@@ -81,16 +81,21 @@ class SchedulerSide:
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         self._hear(None)
         step = self.prefix.build(scheduled)
+        self._forget_nameless()
         step.pd = self.pd.build(scheduled)
         return step
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM is through with a request: whether its blocks are held for another instance, and what a router hears."""
         self.prefix.finished(request)
+        self._forget_nameless()
         held, answer = self.pd.finished(request, block_ids)
         if not held:
             self.prefix.accounts.say(request.request_id)
         return held, answer
+
+    def _forget_nameless(self) -> None:
+        self.pd.forget(self.prefix.take_nameless(), "its adapter was changed")
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""

@@ -1,15 +1,19 @@
-"""Weights changed in memory under transfers: nothing computed with the old ones is taken for what the new ones give."""
+"""Weights or adapters changed in memory under transfers: nothing computed with the old ones is taken for what the new
+ones give."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import every_runner
+from core import Core
 from pd import PROMPT, MakePair, decode_params, granted, last, node_of, prefill_params, run_all, transfers_of
 from simulated.waiting import wait_for
 from test_pd_prefill import CHUNKED
+from test_tenants import adapter, lora, write
 
 import transfer.serving
 
@@ -41,6 +45,43 @@ def test_a_prefill_leg_under_way_hands_nothing_over(pair: MakePair, computed: in
     both.prefill.change_weights(start_over=start_over)
     both.finish(name, computed=NUM_TOKENS + 2)
     assert both.prefill.answers[last(both.prefill)] is None
+
+
+@every_runner
+@pytest.mark.parametrize("computed", [32, NUM_TOKENS])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_prefill_leg_whose_adapter_is_another_one_hands_nothing_over(
+    pair: MakePair, tmp_path: Path, loaded: bool, computed: int
+) -> None:
+    both = pair(CHUNKED, granularity="full")
+    theirs, ours = (adapter(tmp_path / name, b"weights") for name in ("theirs", "ours"))
+    leg = both.prefill.add(PROMPT, 2, params=prefill_params("x"), lora_request=lora(theirs))
+    name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"), lora_request=lora(ours))
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
+    write(theirs, b"others!")  # a worker may read the files again at any time
+    if loaded:
+        Core(both.prefill).add_lora(lora(theirs, load_inplace=True))
+    both.run()
+    both.check_at_rest()
+    assert both.prefill.answers[leg] is None
+    assert both.decode.computed(name) == NUM_TOKENS + 2
+
+
+@every_runner
+def test_a_decode_leg_whose_adapter_is_replaced_while_it_waits_is_computed_with_the_new_one(
+    pair: MakePair, tmp_path: Path
+) -> None:
+    both = pair(decode={"num_blocks": 8, "prefix_caching": False})
+    theirs, ours = (adapter(tmp_path / name, b"weights") for name in ("theirs", "ours"))
+    params = both.handed_over(PROMPT, lora_request=lora(theirs))
+    both.decode.add([3] * 90, 20)
+    both.decode.step()
+    name = both.decode.add(PROMPT, 3, params=params, lora_request=lora(ours))
+    write(ours, b"others!")
+    Core(both.decode).add_lora(lora(ours, load_inplace=True))
+    both.run()
+    both.check_at_rest()
+    assert both.decode.computed(name) == NUM_TOKENS + 2
 
 
 @every_runner

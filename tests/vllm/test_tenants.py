@@ -102,13 +102,39 @@ def test_an_adapter_that_changes_on_disk_has_no_name_until_it_is_loaded_again_in
 
 
 def test_an_adapter_that_is_loaded_under_the_number_of_another_one_has_no_name(folder: Path, tmp_path: Path) -> None:
-    """vLLM goes on with the one that it has."""
+    """vLLM goes on with the one that it has; or with the other one, if it had dropped the first."""
     keys = AdapterKeys()
     keys.used(lora(folder))
+    assert keys.key(lora(folder)) is not None
     other = lora(adapter(tmp_path / "b", b"others!"))
     assert not keys.used(other)
-    assert keys.key(other) is None
-    assert keys.key(lora(folder)) is not None
+    for one in (other, lora(folder)):
+        assert keys.key(one) is None and keys.is_stale(one)
+
+
+def test_an_adapter_that_changes_and_changes_back_has_no_name_until_it_is_loaded_again(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    """vLLM drops adapters for others where there is no room, and reads them again: also what was there meanwhile."""
+    engine, current = start(), tmp_path / "current"
+
+    def link(to: Path) -> None:
+        current.unlink(missing_ok=True)
+        current.symlink_to(to)
+
+    link(folder)
+    engine.ask(PROMPT, lora_request=lora(current))
+    link(adapter(tmp_path / "b", b"others!"))
+    engine.ask(PROMPT[1:], lora_request=lora(current))
+    link(folder)
+    engine.ask(PROMPT[2:], lora_request=lora(current))
+    assert engine.num_pages() == 6
+    again = lora(current, load_inplace=True)
+    Core(engine).add_lora(again)
+    engine.ask([*PROMPT[1:], *PROMPT], lora_request=again)
+    assert engine.num_pages() == 6, "it begins with what vLLM's own cache has of the other one"
+    engine.ask(PROMPT[3:], lora_request=again)
+    assert engine.num_pages() == 2 * 6
 
 
 def test_files_that_change_before_the_first_request_name_nothing(start: Start, folder: Path) -> None:

@@ -6,7 +6,7 @@ nodes (`transfer.session`) do the rest; both sides of this speak of requests by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -265,15 +265,20 @@ class PDScheduler:
         A request whose blocks are being fetched goes on with it, as one that runs does.
         """
         cause = "the weights were changed"
-        for req_id in [req_id for req_id, incoming in self._incoming.items() if not incoming.granted]:
-            self._cancel_incoming(req_id, cause)
-        for req_id, outgoing in list(self._outgoing.items()):
-            if outgoing.over:
-                self._step.cancelled[req_id] = cause
-                continue
-            if outgoing.computing:  # into blocks that may be another request's from the next step on
-                self._preempt(req_id, outgoing, self._step)
-            self._cancel_outgoing(req_id, cause)
+        self._step.cancelled |= {req_id: cause for req_id, outgoing in self._outgoing.items() if outgoing.over}
+        self.forget([*self._incoming, *self._outgoing], cause)
+
+    def forget(self, req_ids: Collection[str], cause: str) -> None:
+        """KV of these requests is not what its name says: it is neither given away nor waited for any more, but where
+        it is all there, or is being fetched."""
+        for req_id in req_ids:
+            incoming, outgoing = self._incoming.get(req_id), self._outgoing.get(req_id)
+            if incoming is not None and not incoming.granted:
+                self._cancel_incoming(req_id, cause)
+            if outgoing is not None and not outgoing.over:
+                if outgoing.computing:  # into blocks that may be another request's from the next step on
+                    self._preempt(req_id, outgoing, self._step)
+                self._cancel_outgoing(req_id, cause)
 
     # Steps
 

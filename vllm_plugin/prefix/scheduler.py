@@ -82,6 +82,7 @@ class PrefixScheduler:
         self._stats = stats
         self._lookups = Lookups(config, stats, groups)
         self._adapters = AdapterKeys()
+        self._nameless = set[str]()
         self.weights = WeightsInMemory(
             geometry.num_ranks,
             lambda read: read.digest(config_digest(vllm_config), geometry.tp_size, geometry.pp_size),
@@ -140,7 +141,16 @@ class PrefixScheduler:
         for tracked in self._tracked.values():
             former = tracked.request.lora_request
             if former is not None and former.lora_int_id == lora.lora_int_id:
-                tracked.root = None
+                self._lose_name(tracked)
+
+    def _lose_name(self, tracked: Tracked) -> None:
+        tracked.root = None
+        self._nameless.add(tracked.request.request_id)
+
+    def take_nameless(self) -> Collection[str]:
+        """Requests whose adapter turned out to be another one than their name says, since the last call."""
+        nameless, self._nameless = self._nameless, set()
+        return nameless
 
     def own_cache_emptied(self) -> None:
         """vLLM has forgotten all KV of its own."""
@@ -329,7 +339,7 @@ class PrefixScheduler:
         if lora.lora_int_id not in named:
             named[lora.lora_int_id] = self._adapters.key(lora) is not None
         if not named[lora.lora_int_id]:
-            tracked.root = None
+            self._lose_name(tracked)
 
     def _start(self, scheduled: SchedulerOutput) -> None:
         """Requests that start or resume in this step have their blocks filled up to where it computes.
@@ -362,8 +372,10 @@ class PrefixScheduler:
     def finished(self, request: Request) -> None:
         """Plan the save of what is complete and was not looked at yet; vLLM frees the blocks after this."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is not None and tracked.loading is None and self._views():
-            self._check_adapter(tracked, {})
+        if tracked is None:
+            return
+        self._check_adapter(tracked, {})
+        if tracked.loading is None and self._views():
             self.saves.plan(tracked, request.num_computed_tokens, computed=True)
 
     # Results
