@@ -168,6 +168,25 @@ def test_what_is_read_at_once_is_what_is_there_and_else_nothing_is():
     assert num_read > 1_000
 
 
+@pytest.mark.parametrize("part", [3, 7, 8])
+def test_a_list_is_read_right_that_goes_on_with_other_spaces(part):
+    given = np.tile(TOKENS, 8)
+    text = json.dumps({"model": "m", "block_size": 16, "token_ids": given.tolist()}).encode()
+    start = text.index(b"[") + 1
+    cut = parts._cuts(text, start, len(text) - 2)[part]
+    prompt = decode_query(text[:cut] + text[cut:].replace(b", ", b","), Parts())[1]
+    for to in (1, 5, 9, prompt.num_parts):  # as questions go on
+        prompt.tokens(0, to)
+    assert np.array_equal(prompt.tokens(0, prompt.num_parts), given)
+
+
+def test_a_part_that_is_kept_keeps_no_other_one_in_memory():
+    known = Parts()
+    read(TOKENS, known)
+    arrays = [kept for kept in known._kept.values() if isinstance(kept, np.ndarray)]
+    assert len(arrays) > 2 and all(kept.base is None for kept in arrays)
+
+
 def test_tokens_of_nine_digits_and_more_are_read_too():
     tokens = [1, 123_456_789, (1 << 32) - 1, *map(int, TOKENS)]
     assert read(tokens, Parts()).tolist() == tokens

@@ -22,7 +22,8 @@ _PART_NBYTES = 16 << 10
 """Of text; the end of a prompt, which is shorter, is not kept."""
 _PARTS_AT_ONCE = 4
 """Arrays of their tokens are small enough for a core's own cache, and large beside what a call of numpy takes."""
-_CHECKED_AT_ONCE = 8
+_CHECKED_AT_ONCE = 2 * _PARTS_AT_ONCE
+"""All parts that are read together were checked together: another one may have other spaces."""
 _PART_TOKENS = 4096
 """Of a prompt that is given as tokens."""
 _NAME_NBYTES, _ENTRY_NBYTES = 80, 512
@@ -113,14 +114,15 @@ class Written(Prompt):
 
     def tokens(self, start: int, to: int) -> Tokens32:
         while (first := len(self.ends)) < to:
-            begin, stops = self._starts[first], self._stops[first : min(to, first + _PARTS_AT_ONCE)]
+            last = first + _PARTS_AT_ONCE - (first - self.num_known) % _PARTS_AT_ONCE
+            begin, stops = self._starts[first], self._stops[first : min(to, last)]
             parts = read_tokens(self._text[begin : stops[-1]], [stop - begin for stop in stops[:-1]])
             for part in parts:
                 end = self.ends[-1] if self.ends else 0
                 self._tokens[end : end + len(part)] = part
                 self.ends.append(end + len(part))
             for name, part in zip(self.names(to)[first:], parts, strict=False):
-                self._kept.keep(name, part)
+                self._kept.keep(name, part.copy())  # itself it would keep those that were read with it
         wanted = bisect_right(self.ends, start)
         for known, end in zip(self._known[wanted : self._apart], self.ends[wanted:], strict=False):
             self._tokens[end - len(known) : end] = known
