@@ -61,8 +61,9 @@ class SchedulerSide:
         """What a transfer will bring, all of the prompt (see `PDScheduler.brings`), or else what is in the pool."""
         expects = self.pd.expects(request)
         pooled = self.prefix.matched_tokens(request, num_computed_tokens, fetch=not expects)  # for `after_alloc` too
+        self._forget_nameless()
         rest = self.pd.brings(request) - num_computed_tokens
-        return (rest, True) if rest > 0 and expects else pooled
+        return (rest, True) if rest > 0 and self.pd.expects(request) else pooled
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Of what is loaded, pages that are in the pool come from there and the rest from the other instance."""

@@ -68,8 +68,9 @@ def test_a_prefill_leg_whose_adapter_is_another_one_hands_nothing_over(
 
 
 @every_runner
+@pytest.mark.parametrize("loaded", [False, True])
 def test_a_decode_leg_whose_adapter_is_replaced_while_it_waits_is_computed_with_the_new_one(
-    pair: MakePair, tmp_path: Path
+    pair: MakePair, tmp_path: Path, loaded: bool
 ) -> None:
     both = pair(decode={"num_blocks": 8, "prefix_caching": False})
     theirs, ours = (adapter(tmp_path / name, b"weights") for name in ("theirs", "ours"))
@@ -78,7 +79,8 @@ def test_a_decode_leg_whose_adapter_is_replaced_while_it_waits_is_computed_with_
     both.decode.step()
     name = both.decode.add(PROMPT, 3, params=params, lora_request=lora(ours))
     write(ours, b"others!")
-    Core(both.decode).add_lora(lora(ours, load_inplace=True))
+    if loaded:
+        Core(both.decode).add_lora(lora(ours, load_inplace=True))
     both.run()
     both.check_at_rest()
     assert both.decode.computed(name) == NUM_TOKENS + 2

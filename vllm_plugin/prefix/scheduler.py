@@ -190,6 +190,7 @@ class PrefixScheduler:
         """
         beyond = request.num_prompt_tokens // self._page_tokens * self._page_tokens - num_computed_tokens
         tracked = self.track(request)
+        self._check_adapter(tracked, {})  # it may have waited for long
         tracked.local_tokens = num_computed_tokens
         former, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
         tracked.unasked = self._unasked(tracked, beyond)
@@ -334,7 +335,7 @@ class PrefixScheduler:
     def _check_adapter(self, tracked: Tracked, named: dict[int, bool]) -> None:
         """Workers may have read an adapter's files again since; `named`: those that have been looked at now."""
         lora = tracked.request.lora_request
-        if lora is None:
+        if lora is None or tracked.root is None:
             return
         if lora.lora_int_id not in named:
             named[lora.lora_int_id] = self._adapters.key(lora) is not None
