@@ -27,19 +27,22 @@ class AdapterFiles:
     """One thread at a time."""
 
     def __init__(self) -> None:
-        self._is_local: dict[str, bool] = {}
-        """Folder -> whether all of it is on such file systems, as far as it was seen."""
+        self._local: dict[str, set[int]] = {}
+        """Folder -> the devices that it is on, where all of it is on such file systems, and else none."""
         self._late: dict[str, tuple[_Look, float]] = {}
         """Looks that took too long, and when to look again."""
 
     def signature(self, path: str) -> Signature | None:
         """Of the folder `path`; None where its file system does not say it in time. Raises OSError."""
-        if self._is_local.get(path):
-            return read_files(path)[0]
+        if known := self._local.get(path):
+            signature, devices = read_files(path)
+            if not devices <= known:  # a link that leads elsewhere now
+                del self._local[path]
+            return signature
         late = self._late.get(path)
         if late is not None and (not late[0].is_over or time.monotonic() < late[1]):
             return None
-        is_first = path not in self._is_local and all(look.is_over for look, _ in self._late.values())
+        is_first = path not in self._local and all(look.is_over for look, _ in self._late.values())
         look = _Look(path)
         if not apart(look.take, _FIRST_LOOK_S if is_first else _LOOK_S):
             self._late[path] = look, time.monotonic() + _LATE_PAUSE_S
@@ -47,8 +50,8 @@ class AdapterFiles:
         self._late.pop(path, None)
         if look.error is not None:
             raise look.error
-        if path not in self._is_local:
-            self._is_local[path] = look.devices <= _local_devices()
+        if path not in self._local:
+            self._local[path] = look.devices if look.devices <= _local_devices() else set()
         return look.signature
 
 

@@ -109,7 +109,10 @@ class AdapterKeys:
         `signature`: of its files before that.
         """
         path, former = request.lora_path, self._adapters.get(request.lora_int_id)
-        if former is not None and (not request.load_inplace or former.signature == signature):
+        if former is not None and former.signature == signature:
+            return False
+        if former is not None and not request.load_inplace:  # the former may have been removed before
+            self._lose(request, former)
             return False
         if self._signatures.get(path, signature) != signature:
             self._stale.add(path)

@@ -243,6 +243,16 @@ def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
     assert keys.key(lora(folder)) == "True"
 
 
+def test_an_adapter_that_is_added_under_the_number_of_one_that_was_removed_leaves_that_no_name(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    engine = start()
+    engine.ask(PROMPT, lora_request=lora(folder))
+    Core(engine).add_lora(lora(adapter(tmp_path / "b", b"others!")))
+    engine.ask(PROMPT[1:], lora_request=lora(folder))
+    assert engine.num_pages() == 6
+
+
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
     with fuse_mount(tmp_path) as mount:
@@ -340,6 +350,17 @@ def test_only_file_systems_that_may_not_answer_have_a_thread(
     for _ in range(3):
         assert others.signature(str(folder)) and files.signature(str(remote))
     assert len(looks) == 1 + 3 + 3
+
+
+def test_a_link_that_leads_to_another_file_system_is_looked_at_as_that_one_asks_for(
+    mount: Mount, folder: Path, tmp_path: Path
+) -> None:
+    files, current = AdapterFiles(), tmp_path / "current"
+    files._local[str(current)] = {os.stat(folder).st_dev}
+    current.symlink_to(adapter(mount.path / "a", b"weights"))
+    assert files.signature(str(current))
+    with hanging(mount):
+        assert files.signature(str(current)) is None
 
 
 def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start) -> None:
