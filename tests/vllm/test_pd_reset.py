@@ -68,15 +68,17 @@ def test_a_prefill_leg_whose_adapter_is_another_one_hands_nothing_over(
 
 
 @every_runner
+@pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_decode_leg_whose_adapter_is_replaced_while_it_waits_is_computed_with_the_new_one(
-    pair: MakePair, tmp_path: Path, loaded: bool
+    pair: MakePair, tmp_path: Path, loaded: bool, blocked: bool
 ) -> None:
     both = pair(decode={"num_blocks": 8, "prefix_caching": False})
     theirs, ours = (adapter(tmp_path / name, b"weights") for name in ("theirs", "ours"))
     params = both.handed_over(PROMPT, lora_request=lora(theirs))
-    both.decode.add([3] * 90, 20)
-    both.decode.step()
+    if blocked:
+        both.decode.add([3] * 90, 20)
+        both.decode.step()
     name = both.decode.add(PROMPT, 3, params=params, lora_request=lora(ours))
     write(ours, b"others!")
     if loaded:
