@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import re
 import time
 from pathlib import Path
 
 from mooncake_connector.contain import apart
+from mooncake_connector.kv.identity.model import LORA_FILES
 
 Signature = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, size and time of every file of a folder."""
+"""Name, inode, size and time of every file of a folder that makes up an adapter."""
 
 _FIRST_LOOK_S = 1.0
 """How long the first look at a folder is waited for: vLLM is about to read all of it from there."""
@@ -19,6 +22,7 @@ _LATE_PAUSE_S = 30.0
 """After a look that took longer no further one is taken for so long."""
 _LOCAL = frozenset(("ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "squashfs", "tmpfs", "xfs", "zfs"))
 """File systems that answer as long as the machine runs. A look at others has a thread, and takes four times as long."""
+_IS_PART = re.compile("|".join(map(fnmatch.translate, LORA_FILES))).match
 _MOUNTS = Path("/proc/self/mountinfo")
 """Format: proc_pid_mountinfo(5)."""
 
@@ -76,7 +80,7 @@ class _Look:
 def read_files(path: str) -> tuple[Signature, set[int]]:
     """What the files of a folder say, and the numbers of the devices that it is on. Raises OSError."""
     with os.scandir(path) as entries:
-        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+        stats = [(entry.name, entry.stat()) for entry in entries if _IS_PART(entry.name) and entry.is_file()]
     signature = sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     return tuple(signature), {os.stat(path).st_dev, *(stat.st_dev for _, stat in stats)}
 

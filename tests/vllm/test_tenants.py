@@ -137,6 +137,14 @@ def test_an_adapter_that_changes_and_changes_back_has_no_name_until_it_is_loaded
     assert engine.num_pages() == 2 * 6
 
 
+def test_a_file_beside_an_adapter_may_come_and_go(folder: Path) -> None:
+    keys = AdapterKeys()
+    keys.used(lora(folder))
+    before = keys.key(lora(folder))
+    (folder / "README.md").write_text("what it was trained on")
+    assert keys.key(lora(folder)) == before is not None
+
+
 def test_files_that_change_before_the_first_request_name_nothing(start: Start, folder: Path) -> None:
     engine = start()
     Core(engine).add_lora(lora(folder))
@@ -345,7 +353,7 @@ def test_only_file_systems_that_may_not_answer_have_a_thread(
     for _ in range(3):
         assert files.signature(str(folder)) == adapter_files.read_files(str(folder))[0]
     assert len(looks) == 1
-    (folder / "linked").symlink_to(remote / "adapter_model.safetensors")
+    (folder / "linked.safetensors").symlink_to(remote / "adapter_model.safetensors")
     others = AdapterFiles()
     for _ in range(3):
         assert others.signature(str(folder)) and files.signature(str(remote))
