@@ -191,7 +191,7 @@ def test_the_right_one_gets_its_kv_though_a_request_of_its_room_asked_first_else
     try:
         prefill, decode = sides(tidy, [1, 2], [1, 2])
         wrong = of([1, 3], Decode, other, tidy.address, decode.room, D_PAGES)
-        wrong.run(tidy.address)
+        wrong.bootstrap(tidy.address)  # and is refused, before it has pages or after
         prefill.run()
         assert wrong.until() == KVPoll.Failed
         decode.run(tidy.address)
