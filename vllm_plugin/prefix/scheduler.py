@@ -189,8 +189,10 @@ class PrefixScheduler:
         where not `fetch` they are not, and only what is there counts.
         """
         beyond = request.num_prompt_tokens // self._page_tokens * self._page_tokens - num_computed_tokens
-        tracked = self.track(request)
-        self._check_adapter(tracked, {})  # it may have waited for long
+        if (tracked := self._tracked.get(request.request_id)) is None:
+            tracked = self.track(request)
+        else:
+            self._check_adapter(tracked, {})  # it may have waited for long
         tracked.local_tokens = num_computed_tokens
         former, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
         tracked.unasked = self._unasked(tracked, beyond)
