@@ -17,6 +17,7 @@ from store_client.base import Put
 from store_client.embedded.allocator import FreeRuns, Piece, as_runs, without
 from store_client.tiers.disk.index import Page, shard_of, space_of
 from store_client.tiers.disk.pagefile import granules_of
+from store_client.tiers.disk.runs import Place
 
 _MAX_PIECES = 64
 """Of one page; beyond that others are evicted to make larger ones."""
@@ -96,11 +97,11 @@ class Pages:
         self._used.add(name)
         return page
 
-    def take(self, nbytes: int, count: int) -> list[tuple[Piece, ...]]:
+    def take(self, nbytes: int, count: int) -> list[Place]:
         """Places for up to `count` pages, as many as there is free space for."""
         size = granules_of(nbytes)
         with self._lock:
-            places: list[tuple[Piece, ...]] = [((first, size),) for first in self._free.take_whole(count, size)]
+            places: list[Place] = [((first, size),) for first in self._free.take_whole(count, size)]
             while len(places) < count:
                 pieces = self._free.take_pieces(size, _MAX_PIECES)
                 if pieces is None:
@@ -136,7 +137,7 @@ class Pages:
         with self._lock:
             self._free.add(as_runs(extent for place in places for extent in place))
 
-    def publish(self, name: bytes, nbytes: int, seal: bytes, place: tuple[Piece, ...]) -> Put:
+    def publish(self, name: bytes, nbytes: int, seal: bytes, place: Place) -> Put:
         """The page is whole where it lies; another thread may have brought it first."""
         with self._lock:
             if name in self._pages:

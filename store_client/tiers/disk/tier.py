@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeGuard
@@ -20,13 +20,14 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.sizes import human_nbytes
 from store_client.base import Put
-from store_client.tiers.base import Sealed, SpaceName, Target, Tier, TierError, TierStats
+from store_client.tiers.base import Pieces, Sealed, SpaceName, Target, Tier, TierError, TierStats
 from store_client.tiers.checks import check_keys, check_sealed, check_targets
 from store_client.tiers.disk.budget import Budget
 from store_client.tiers.disk.index import name_prefix
 from store_client.tiers.disk.opening import PAGES, open_folder
 from store_client.tiers.disk.pagefile import GRANULE, granules_of
 from store_client.tiers.disk.pages import Pages
+from store_client.tiers.disk.runs import Place, runs_of
 from store_client.tiers.faults import as_tier_error, cause_of
 from store_client.tiers.workers import Outcome, Workers
 
@@ -94,8 +95,8 @@ class Disk(Tier):
         held = self._pages.hold(names, nbytes)
         try:
             found = [(i, page) for i, page in enumerate(held) if page is not None]
-            reads = [partial(self._file.read, page.extents, targets[i].pieces) for i, page in found]
-            outcome = self._workers.run(reads, deadline_s)
+            places, pieces = [page.extents for _, page in found], [targets[i].pieces for i, _ in found]
+            outcome = self._move(self._file.read, places, pieces, nbytes, deadline_s)
         finally:
             self._pages.let_go(held)
         self._pages.forget(names[i] for (i, _), result in zip(found, outcome, strict=True) if _is_fault(result))
@@ -123,8 +124,7 @@ class Disk(Tier):
         finally:
             self._budget.give_back((len(fresh) - len(places)) * size)
         fresh = fresh[: len(places)]
-        writes = [partial(self._file.write, place, pages[i].pieces) for i, place in zip(fresh, places, strict=True)]
-        results = self._workers.run(writes, deadline_s)
+        results = self._move(self._file.write, places, [pages[i].pieces for i in fresh], nbytes, deadline_s)
         for i, place, result in zip(fresh, places, results, strict=True):
             if result is None:
                 outcome[i] = self._pages.publish(names[i], nbytes, pages[i].seal, place)
@@ -135,7 +135,17 @@ class Disk(Tier):
         self._raise_first(results, "writing")
         return outcome
 
-    def _take(self, nbytes: int, count: int) -> list[tuple[tuple[int, int], ...]]:
+    def _move(
+        self, move: Callable[[Place, Pieces], None], places: Sequence[Place], pieces: Sequence[Pieces], nbytes: int,
+        deadline_s: float,
+    ) -> Outcome[None]:  # fmt: skip
+        """Read or write pages, each between its place and its pieces; what became of each."""
+        runs = runs_of(places, nbytes, AT_ONCE)
+        moves = [partial(move, place, [piece for page in pieces[run] for piece in page]) for run, place in runs]
+        outcome = self._workers.run(moves, deadline_s)
+        return [result for (run, _), result in zip(runs, outcome, strict=True) for _ in pieces[run]]
+
+    def _take(self, nbytes: int, count: int) -> list[Place]:
         """Places for so many pages: free ones first, then from growth, then from pages that were not used for long."""
         size = granules_of(nbytes)
         places = self._pages.take(nbytes, count)

@@ -75,7 +75,7 @@ def measure(folder: Path, *, quick: bool = False) -> Figures:
                 missed = _misses(store, misses)
                 page_us, here_us = _fetched(space, keys, min(_CHAIN, pages))
                 long_page_us, long_here_us = _fetched(space, keys, min(_LONG_CHAIN, pages))
-                alone, beside = _reads(space, keys, turns=1 if quick else 3)
+                alone, beside = _reads(space, keys, turns=1 if quick else 6)
         finally:
             with contextlib.suppress(PoolError):
                 ask_to_stop(where / "pool", 30.0)
