@@ -53,11 +53,13 @@ def record(
     if file.exists():
         raise PoolError(f"{file} exists: name a new file, or delete it")
     with pool_.opened(pool) as store:
-        space = _choose(store, namespace)
+        ends_s = time.monotonic() + lasts_s
+        if not store.namespaces():
+            typer.echo("the pool has no pages yet: the recording begins after the first of them", err=True)
+        space = _choose(store, namespace, ends_s)
         watch = Watch(identify((space.namespace.digest, space.shard)))
         store.used_chains(watch)
         recording = Recording(file, space.namespace.page_tokens, requests)
-        ends_s = time.monotonic() + lasts_s
         try:
             _follow(store, watch, recording, ends_s)
         except OSError as error:
@@ -83,11 +85,14 @@ def _follow(store: EmbeddedStore, watch: Watch, recording: Recording, ends_s: fl
         recording.close()
 
 
-def _choose(store: EmbeddedStore, beginning: str | None) -> SpaceInfo:
-    """The space with the most pages, of this namespace where one is given."""
+def _choose(store: EmbeddedStore, beginning: str | None, ends_s: float) -> SpaceInfo:
+    """The space with the most pages, of this namespace where one is given; the first that there is."""
     digest = pool_.find_namespace(store, beginning)
-    spaces = [each for each in store.namespaces() if digest in (None, each.namespace.digest)]
-    spaces = [each for each in spaces if not each.namespace.rests_on_others]
-    if not spaces:
-        raise PoolError("the pool has no namespaces yet: record once an engine has stored pages")
-    return max(spaces, key=lambda each: each.pages)
+    while True:
+        spaces = [each for each in store.namespaces() if digest in (None, each.namespace.digest)]
+        spaces = [each for each in spaces if not each.namespace.rests_on_others]
+        if spaces:
+            return max(spaces, key=lambda each: each.pages)
+        if time.monotonic() >= ends_s:
+            raise PoolError("nothing was recorded: no engine has stored a page in the pool in that time")
+        time.sleep(_LOOK_PERIOD_S)

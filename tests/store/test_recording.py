@@ -130,6 +130,35 @@ def test_the_command_records_live_traffic_that_simulate_can_read(pool, tmp_path,
     assert again.exit_code == 1 and "exists: name a new file" in again.output
 
 
+def test_a_recording_of_a_pool_without_pages_begins_after_the_first(pool, tmp_path, monkeypatch):
+    file, waited = tmp_path / "trace.jsonl", []
+    with EmbeddedStore(pool) as store:
+
+        def sleep(_):
+            waited.append(1)
+            if len(waited) in (3, 5):
+                put_chain(space_in(store), chain(f"prompt {len(waited)}", len(waited)))
+
+        def live(self, chains, now_ns):
+            if chains:
+                add(self, chains, now_ns)
+                raise KeyboardInterrupt
+
+        add = Recording.add
+        monkeypatch.setattr(record_.Recording, "add", live)
+        monkeypatch.setattr(record_.time, "sleep", sleep)
+        result = CliRunner().invoke(app, ["record", str(file), "--pool", str(pool), "--for", "120s"])
+    assert result.exit_code == 0 and "begins after the first of them" in result.output, result.output
+    assert [len(request.pages) for request in read_trace(file).requests] == [5]
+
+
+def test_a_recording_of_a_pool_that_stays_without_pages_says_so_and_leaves_no_file(pool, tmp_path):
+    with EmbeddedStore(pool):
+        result = CliRunner().invoke(app, ["record", str(tmp_path / "r"), "--pool", str(pool), "--for", "0.3s"])
+    assert result.exit_code == 1 and "nothing was recorded: no engine" in " ".join(result.output.split())
+    assert not (tmp_path / "r").exists()
+
+
 @as_root
 def test_a_disk_that_is_full_ends_the_recording_and_what_was_written_can_be_read(pool, tmp_path, monkeypatch):
     fill(pool)
