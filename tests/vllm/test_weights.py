@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pickle import dumps, loads
 
 import oracle
 import pytest
@@ -12,7 +13,7 @@ from harness import Engine
 
 from mooncake_connector.kv.keys import page_keys, root_digest
 from vllm_plugin.weights import calls
-from vllm_plugin.weights.worker import WeightsReader
+from vllm_plugin.weights.worker import WeightsReader, read_weights
 
 HIT = 4 + 2
 """Tokens computed for PROMPT and its answer where its six pages come from the pool."""
@@ -231,6 +232,16 @@ def test_a_rank_that_cannot_read_its_weights_leaves_the_instance_to_itself(
     assert core.reset(connector=False)
     engine.check(PROMPT, computed=HIT)
     start(tp_size=2).check(PROMPT, computed=HIT)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_answers_whatever_happens(begin: Begin, monkeypatch, rank: int) -> None:
+    """vLLM's executor reads no further answer than one that failed, and the next call has the others'."""
+    engine, core = begin(tp_size=2)
+    monkeypatch.setattr(engine.workers[rank].side, "weights", None)
+    said = core._call(read_weights)
+    assert said.pop(rank) is None and said[0].ranks == 1
+    assert loads(dumps(read_weights)) is read_weights, "it is sent by its name"
 
 
 def test_a_reset_of_vllms_own_cache_alone_reads_nothing(begin: Begin) -> None:

@@ -85,6 +85,11 @@ def _after_add_lora(lora_request: Any, signatures: list[tuple[Any, Signature | N
 
 @contained(nothing)
 def _before(core: Any) -> None:
+    """Without a deadline: after a `timeout` vLLM's executor takes a late answer for that to its next call, a step.
+
+    Each worker has one instead (`worker`), and one that has died ends the wait. A device that hangs holds up any call.
+    """
+
     def run(function: Callable[[Any], Reading | None]) -> list[Reading | None]:
         return list(core.model_executor.collective_rpc(function))
 

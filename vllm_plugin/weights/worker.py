@@ -67,8 +67,12 @@ class WeightsReader:
         return Reading(number, 1, sums.parts, alike, any(layout.by_rank for layout in layouts))
 
 
+@contained(nothing)
 def read_weights(engine_worker: Any) -> Reading | None:
-    """Sent to each of vLLM's workers by its own call (`collective_rpc`): what that of our connector there reads."""
+    """Sent to each of vLLM's workers by its own call (`collective_rpc`): what that of our connector there reads.
+
+    Where one raised vLLM's executor would leave the others' answers, and take them for those to its next call, a step.
+    """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     from vllm_plugin.connector import ours
