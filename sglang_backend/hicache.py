@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,13 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_config
-from mooncake_connector.contain import apart, contained, nothing
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from mooncake_connector.misses import Miss
+from mooncake_connector.threads import apart
 from sglang_backend import own_settings
 from sglang_backend.calls import first_slots, page_keys, parent_key
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
@@ -286,7 +288,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
                 if view is not None:
                     view.clear()
 
-        if not apart(clear, _CLEAR_S):
+        if wait([apart(clear)], _CLEAR_S).not_done:
             log_once("sglang.clear", "clearing the pool takes longer than %g s, and goes on", _CLEAR_S, logger=logger)
 
     def get_stats(self) -> StorageMetrics:
@@ -305,7 +307,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def close(self) -> None:
         """Let go of the store; every later call misses. May be called twice, also by SGLang's scheduler."""
         self._movers.stop()
-        if self._store is not None and not apart(contained(nothing)(self._store.close), _CLOSE_S):
+        if self._store is not None and wait([apart(contained(nothing)(self._store.close))], _CLOSE_S).not_done:
             log_once("sglang.close", "closing the pool takes longer than %g s, and goes on", _CLOSE_S, logger=logger)
 
     def _check_page_size(self, pool: HostKVCache) -> None:

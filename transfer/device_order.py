@@ -5,11 +5,11 @@ The engine's thread launches kernels and goes on; a layer is computed when its k
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait as wait_for
 
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.threads import DaemonThreads, apart
 
 logger = get_logger(__name__)
 
@@ -25,8 +25,7 @@ class DeviceOrder:
 
     def __init__(self, record: Callable[[], Wait | None]) -> None:
         self._record = record
-        self._waiting: queue.SimpleQueue[tuple[Wait, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = DaemonThreads(1, "mooncake-connector-device")
 
     def then(self, call: Callable[[], None], wait: Wait | None = None) -> None:
         """Make `call`, which must return at once, after `wait` where the caller knows better what there is to wait for.
@@ -35,22 +34,23 @@ class DeviceOrder:
         if wait is None:
             call()
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mooncake-connector-device", daemon=True)
-            self._thread.start()
-        self._waiting.put((wait, call))
+        try:
+            self._thread.submit(_wait_and_call, wait, call)
+        except RuntimeError as error:  # it is closed, or no thread can be started
+            _say(error)
 
     def close(self) -> None:
         """Make no call after those that wait now."""
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join(_STOP_S)
+        wait_for([apart(self._thread.shutdown)], _STOP_S)
 
-    def _run(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            wait, call = waiting
-            try:
-                wait()
-                call()
-            except Exception as error:
-                log_once("pd.device", "KV in device memory cannot be sent or fetched: %r", error, logger=logger)
+
+def _wait_and_call(wait: Wait, call: Callable[[], None]) -> None:
+    try:
+        wait()
+        call()
+    except Exception as error:
+        _say(error)
+
+
+def _say(error: Exception) -> None:
+    log_once("pd.device", "KV in device memory cannot be sent or fetched: %r", error, logger=logger)

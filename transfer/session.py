@@ -12,12 +12,13 @@ import logging
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from mooncake_connector.config.schema import Config
-from mooncake_connector.contain import apart, contained, nothing
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.threads import DaemonThreads, apart
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import Address, RankCard
 from transfer.control.listener import Listener, listen
@@ -29,7 +30,6 @@ from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ended, Failed, Timing
 from transfer.protocol.outgoing import Outgoing
 from transfer.serving import MAX_VISITORS, Computed, Serving
-from transfer.threads import DaemonThreads
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, TransportOptions
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import system_driver
@@ -239,7 +239,7 @@ class Node:
         for region in self._memory.regions:
             with contextlib.suppress(TransferError):  # what is still written then, closing cuts off
                 self._memory.unregister(region)
-        if not apart(self._end_threads, _END_S):
+        if wait([apart(self._end_threads)], _END_S).not_done:
             said = "a thread still works on KV that was to be transferred: after %g s the engine gets its memory back"
             log_once("transfer.end", said, _END_S, level=logging.ERROR, logger=logger)
 
@@ -247,9 +247,9 @@ class Node:
     def _end_threads(self) -> None:
         self._transports.close()
         for executor in self._executors:
-            executor.close()
+            executor.shutdown(wait=False, cancel_futures=True)
         for executor in self._executors:
-            executor.join()
+            executor.shutdown()
         while self._staging:
             self._staging.pop().close()
 

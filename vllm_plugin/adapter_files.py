@@ -6,10 +6,11 @@ import fnmatch
 import os
 import re
 import time
+from concurrent.futures import Future, wait
 from pathlib import Path
 
-from mooncake_connector.contain import apart
 from mooncake_connector.kv.identity.model import LORA_FILES
+from mooncake_connector.threads import apart
 
 Signature = tuple[tuple[str, int, int, int], ...]
 """Name, inode, size and time of every file of a folder that makes up an adapter."""
@@ -33,7 +34,7 @@ class AdapterFiles:
     def __init__(self) -> None:
         self._local: dict[str, set[int]] = {}
         """Folder -> the devices that it is on, where all of it is on such file systems, and else none."""
-        self._late: dict[str, tuple[_Look, float]] = {}
+        self._late: dict[str, tuple[Future[tuple[Signature, set[int]]], float]] = {}
         """Looks that took too long, and when to look again."""
 
     def signature(self, path: str) -> Signature | None:
@@ -44,37 +45,18 @@ class AdapterFiles:
                 del self._local[path]
             return signature
         late = self._late.get(path)
-        if late is not None and (not late[0].is_over or time.monotonic() < late[1]):
+        if late is not None and (not late[0].done() or time.monotonic() < late[1]):
             return None
-        is_first = path not in self._local and all(look.is_over for look, _ in self._late.values())
-        look = _Look(path)
-        if not apart(look.take, _FIRST_LOOK_S if is_first else _LOOK_S):
+        is_first = path not in self._local and all(look.done() for look, _ in self._late.values())
+        look = apart(read_files, path)
+        if wait([look], _FIRST_LOOK_S if is_first else _LOOK_S).not_done:
             self._late[path] = look, time.monotonic() + _LATE_PAUSE_S
             return None
         self._late.pop(path, None)
-        if look.error is not None:
-            raise look.error
+        signature, devices = look.result()
         if path not in self._local:
-            self._local[path] = look.devices if look.devices <= _local_devices() else set()
-        return look.signature
-
-
-class _Look:
-    """By a thread that nobody waits for any more once it is late, not even a process that ends."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.is_over = False
-        self.signature: Signature = ()
-        self.devices = set[int]()
-        self.error: OSError | None = None
-
-    def take(self) -> None:
-        try:
-            self.signature, self.devices = read_files(self._path)
-        except OSError as error:
-            self.error = error
-        self.is_over = True
+            self._local[path] = devices if devices <= _local_devices() else set()
+        return signature
 
 
 def read_files(path: str) -> tuple[Signature, set[int]]:

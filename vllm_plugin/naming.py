@@ -19,7 +19,7 @@ from mooncake_connector.kv.identity.fingerprint import default_cache_dir
 from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
 from mooncake_connector.kv.keys import adapter_root_digest, content_tokens, root_digest
 from mooncake_connector.log import get_logger, log_once
-from transfer.threads import DaemonThreads
+from mooncake_connector.threads import DaemonThreads
 from vllm_plugin.adapter_files import AdapterFiles, Signature, read_files
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class AdapterKeys:
         self._stale.clear()
 
     def close(self) -> None:
-        self._hasher.close()
+        self._hasher.shutdown(wait=False, cancel_futures=True)
 
 
 def _log_not_cached(request: LoRARequest, why: object) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer.threads import DaemonThreads
+from mooncake_connector.threads import DaemonThreads
 from transfer.transports.base import TransferError
 
 _NUM_THREADS = 2
@@ -66,9 +66,9 @@ class Asking:
             server.tidy()
             num_known += server.has_answered
             if not server.questions and (not server.has_answered or num_known > _MAX_SERVERS):
-                server.threads.close()
+                server.threads.shutdown(wait=False, cancel_futures=True)
                 del self._servers[address]
 
     def close(self) -> None:
         for server in self._servers.values():
-            server.threads.close()
+            server.threads.shutdown(wait=False, cancel_futures=True)

@@ -43,7 +43,7 @@ NEXT_MODULES = (
 # What another Python or another version of a package can change: the command line, what is read from outside (settings,
 # messages), processes that fork, TLS, and one test of each kind of store, server and transfer.
 PYTHON_MODULES = (
-    "ground/test_cli.py", "ground/test_cli_store.py", "ground/test_config_hostile.py", "ground/test_contain.py",
+    "ground/test_cli.py", "ground/test_cli_store.py", "ground/test_config_hostile.py", "ground/test_threads.py",
     "ground/test_deploy_file.py", "ground/test_log.py", "store/test_conformance.py", "store/test_fork.py",
     "store/tiers/test_conformance.py", "agent/test_server.py", "agent/test_index_events.py",
     "transfer/test_handshake.py", "transfer/test_messages.py", "transfer/test_tls.py",

@@ -102,7 +102,7 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     run_all(both.prefill, until=lambda: before)
     after = device.recorded - before[0]
     device.done.set()
-    wait_for(lambda: not both.prefill.workers[0].pd._device._waiting.qsize())
+    wait_for(lambda: not both.prefill.workers[0].pd._device._thread._work.qsize())
     heard(both)
     assert before[0] > 0
     assert told.count(1) <= after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from mooncake_connector.contain import apart
 from mooncake_connector.kv.keys import page_keys
+from mooncake_connector.threads import apart
 from vllm_plugin import adapter_files
 from vllm_plugin.adapter_files import AdapterFiles
 from vllm_plugin.naming import AdapterKeys, chain_root, named_tokens
@@ -323,7 +324,7 @@ def test_adapters_elsewhere_are_seen_while_one_is_on_a_dead_file_system(mount: M
     with hanging(mount), pytest.MonkeyPatch.context() as patch:
         assert files.signature(dead) is None
         patch.setattr(adapter_files, "_LOOK_S", 60.0)
-        patch.setattr(adapter_files, "apart", lambda work, wait_s: waits.append(wait_s) or apart(work, wait_s))
+        patch.setattr(adapter_files, "wait", lambda looks, wait_s: waits.append(wait_s) or wait(looks, wait_s))
         assert files.signature(str(folder))
     assert waits == [60.0], "it may be on the same file system, and is not waited for like a first one"
 
@@ -349,7 +350,7 @@ def test_only_file_systems_that_may_not_answer_have_a_thread(
     )
     monkeypatch.setattr(adapter_files, "_MOUNTS", mounts)
     files, looks = AdapterFiles(), list[Any]()
-    monkeypatch.setattr(adapter_files, "apart", lambda work, wait_s: looks.append(work) or apart(work, wait_s))
+    monkeypatch.setattr(adapter_files, "apart", lambda work, path: looks.append(path) or apart(work, path))
     for _ in range(3):
         assert files.signature(str(folder)) == adapter_files.read_files(str(folder))[0]
     assert len(looks) == 1
