@@ -81,6 +81,9 @@ class MooncakeConnectorKVManager(CommonKVManager):
         ConfigError, TransferError, ValueError: SGLang cannot start like this; each says what to change.
     """
 
+    supports_deferred_decode_kv_release = True
+    """SGLang asks `is_abort_release_safe` for pages of requests that failed, for 30 s, and does not wait meanwhile."""
+
     def __init__(
         self,
         args: KVArgs,
@@ -90,6 +93,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
     ) -> None:
         _refuse_what_is_not_served(args, disaggregation_mode)
         self._parties: dict[Outgoing | Incoming, Party] = {}
+        self._given_up: list[tuple[int, Incoming]] = []
         self._waiting_room, self._waited_s, self._patient_from_s = -1, 0.0, 0.0
         self.asking = Asking()
         self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
@@ -242,6 +246,15 @@ class MooncakeConnectorKVManager(CommonKVManager):
 
     def unwatch(self, transfer: Outgoing | Incoming) -> None:
         self._parties.pop(transfer, None)
+
+    def give_up(self, room: int, transfer: Incoming) -> None:
+        """SGLang is through with a request of this room, to whose pages may still be written."""
+        self._given_up.append((room, transfer))
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing can write any more to pages of requests of this room that were given up."""
+        self._given_up = [(room, transfer) for room, transfer in self._given_up if not transfer.is_over]
+        return bootstrap_room not in [room for room, _ in self._given_up]
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As SGLang's, but it never holds the scheduler up for long, and never ends it over another instance."""

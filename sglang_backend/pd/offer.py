@@ -171,6 +171,18 @@ TARGETS = (
         "bootstrap_addr",
     ),
     _of_common("CommonKVReceiver._poll", uses="conclude_state check_status _check_waiting_timeout"),
+    Target(
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue.pop_transferred",
+        ("self", "rids_to_check"),
+        names=("enable_deferred_decode_kv_release", "abort_notified", "ensure_abort_notified", "_defer_release"),
+    ),
+    Target(
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases",
+        ("self",),
+        names=("is_abort_release_safe", "_do_release"),
+    ),
+    _of_common("CommonKVManager.is_abort_release_safe", "bootstrap_room required_acks"),
+    _of_common("CommonKVReceiver.ensure_abort_notified", "force_arm", "abort_notified"),
     _of_common("CommonKVReceiver._clear", uses="_owns_bootstrap_room request_status"),
     _of_common("CommonKVReceiver.failure_exception", uses="clear failure_records"),
 )

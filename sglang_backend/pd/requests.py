@@ -188,6 +188,9 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
 class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
     """Fetches a request's KV."""
 
+    bootstrap_infos: Sequence[Any] = ()
+    """SGLang waits for a word from each of these before it takes pages back; here the manager knows."""
+
     def __init__(
         self, mgr: MooncakeConnectorKVManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
@@ -339,16 +342,31 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
 
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Have SGLang hold the pages of a request that failed while they may be written to."""
+        self.abort_notified = not self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 0)
+
     def _clear(self) -> None:
-        """SGLang takes the pages back, also where only another rank has failed."""
+        """SGLang is through with it, maybe because of another rank. It takes the pages back when that is safe, or,
+        where a variable of its own forbids that (`SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE`), at once.
+        """
+        if not self._owns_bootstrap_room:
+            return
         self._cancel("the request ended")
         transfer = self._transfer
-        if transfer is not None and self._is_granted:
-            deadline_s = time.monotonic() + _REVOKED_WITHIN_S
-            while not transfer.is_over and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-            if not transfer.is_over:
-                log_once("pd.revoke", "pages of a request are taken back while they may be written to", logger=logger)
+        if transfer is not None and self._is_granted and not transfer.is_over:
+            if self.kv_mgr.enable_deferred_decode_kv_release:
+                self.kv_mgr.give_up(self.bootstrap_room, transfer)
+            else:
+                _wait_for_end(transfer)
         self._forget()
         super()._clear()
         self._owns_bootstrap_room = False
+
+
+def _wait_for_end(transfer: Incoming) -> None:
+    deadline_s = time.monotonic() + _REVOKED_WITHIN_S
+    while not transfer.is_over and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    if not transfer.is_over:
+        log_once("pd.revoke", "pages of a request are taken back while they may be written to", logger=logger)

@@ -338,6 +338,16 @@ class Decode(_Request):
         self.bootstrap(address)
         self.allocate()
 
+    def failed(self) -> list[KVTransferError]:
+        """And its pages are taken back, as `DecodeTransferQueue` does, which holds them until each rank says so."""
+        found = super().failed()
+        for receiver in self.parties:
+            if receiver.kv_mgr.enable_deferred_decode_kv_release:
+                receiver.ensure_abort_notified(force_arm=True)
+        held = [receiver.kv_mgr for receiver in self.parties if receiver.abort_notified]
+        wait_for(lambda: all(manager.is_abort_release_safe(self.room, 0) for manager in held))
+        return found
+
 
 def check(prefill: Prefill, decode: Decode) -> None:
     """Decode's pages hold what prefill's do, by layer and head, and its aux row as well."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from long_form import LONG
@@ -11,6 +13,7 @@ from pd_cases import P_PAGES, Case, hand_over, tidied
 from pd_instances import Decode, Pair, Prefill, check, running
 from prometheus_client import REGISTRY
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from simulated.waiting import wait_for
 
 from sglang_backend.metrics import TransferMetrics
@@ -205,6 +208,35 @@ class HeldCopy:
         self._ended.set()
 
 
+class TransferQueue(DecodeTransferQueue):
+    """SGLang's own, with the decode request of a case, of which another rank says that it failed."""
+
+    enable_staging, enable_deferred_kv_release, deferred_kv_release_timeout = False, True, 600.0
+    gloo_group, tp_rank = None, 0
+
+    def __init__(self, case: Case) -> None:
+        self.scheduler = SimpleNamespace(
+            enable_decode_hicache=False,
+            output_streamer=SimpleNamespace(stream_output=lambda *args: None),
+            metrics_reporter=SimpleNamespace(enable_metrics=False),
+        )
+        self.metadata_buffers = case.pair.decode.ranks[0].aux
+        self.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda row: None)
+        req = SimpleNamespace(rid="r", bootstrap_room=case.room, return_logprob=False)
+        self.queue = [DecodeRequest(req, case.decode.parties[0], metadata_buffer_index=case.decode.aux)]
+        self._deferred_releases: list[Any] = []
+        self.released = False
+
+    def _poll_with_metadata_gate(self) -> list[int]:
+        return [KVPoll.Failed]
+
+    def _clean_hicache_prefetch_resources(self, request: DecodeRequest) -> None:
+        pass
+
+    def _release_request(self, request: DecodeRequest) -> None:
+        self.released = True
+
+
 class TestACopyUnderWay:
     @pytest.fixture
     def case(self, tidy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
@@ -227,7 +259,20 @@ class TestACopyUnderWay:
         case.reuse()
         case.decode.failed()
 
-    def test_a_failure_of_another_rank_is_waited_for(self, case):
+    def test_after_a_failure_of_another_rank_sglang_goes_on_and_holds_the_pages(self, case, monkeypatch):
+        """With its own queue: it neither waits, nor gives the pages to others, before nothing writes to them."""
+        monkeypatch.setattr("sglang.srt.disaggregation.decode.all_reduce_flags", lambda flags, **_: flags)
+        queue = TransferQueue(case)
+        assert queue.pop_transferred() == [] == queue.queue
+        for _ in range(50):
+            queue.resolve_deferred_releases()
+        assert not queue.released and queue.has_pending_deferred_releases()
+        self.copy.end()
+        wait_for(lambda: queue.resolve_deferred_releases() or queue.released)
+        case.reuse()
+
+    def test_a_failure_of_another_rank_is_waited_for_where_sglang_may_not_hold_pages(self, case, monkeypatch):
+        monkeypatch.setattr(case.pair.decode.managers[0], "enable_deferred_decode_kv_release", False)
         given_up = threading.Thread(target=case.decode.failed)
         given_up.start()
         wait_for(lambda: case.decode.parties[0].conclude_state == KVPoll.Failed)
