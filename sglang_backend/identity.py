@@ -84,8 +84,10 @@ def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, f
 def opaque_pool(name: str, storage: HiCacheStorageConfig, pool: HostKVCache, *, replicated: bool) -> dict[str, Any]:
     """What tells the pages of a pool of unknown inside from those of every other; plain JSON values."""
     rows = device_rows(pool)
+    state_dtype = getattr(pool, "temporal_dtype", None)  # of Mamba's states; `dtype` is that of the convolutions' alone
     return {
         **({} if rows == TOKEN_ROWS else {"rows": rows}),
+        **({} if state_dtype is None else {"state_dtype": str(state_dtype)}),
         "name": str(name),
         "class": type(pool).__name__,
         "layout": str(getattr(pool, "layout", "")),

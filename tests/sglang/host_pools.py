@@ -87,15 +87,22 @@ def mla(
         return MLATokenToKVPoolHost(info, **options)
 
 
-def mamba(layers: int = 3, slots: int = 8, temporal: tuple[int, ...] = (2, 5), extra: bool = False) -> MambaPoolHost:
+def mamba(
+    layers: int = 3,
+    slots: int = 8,
+    temporal: tuple[int, ...] = (2, 5),
+    extra: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> MambaPoolHost:
     """States of `layers` Mamba layers, two convolutions beside each temporal state.
 
     Args:
         extra: further state of a slot, without a layer axis.
+        dtype: of the temporal states (`--mamba-ssm-dtype`).
     """
     info = MambaStateBufferInfo(
         extra_checkpoint_buffers=(torch.zeros((slots, 7), dtype=torch.int64),) if extra else (),
-        temporal=torch.zeros((layers, slots, *temporal), dtype=torch.float32),
+        temporal=torch.zeros((layers, slots, *temporal), dtype=dtype),
         conv=tuple(torch.zeros((layers, slots, width, 3), dtype=torch.bfloat16) for width in (4, 2)),
     )
     with budget():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from host_pools import MHA_LAYOUTS, MLA_LAYOUTS, PAGES, bytes_of, fill_with, indexer, mamba, mha, mla, slots
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,16 @@ def test_a_pool_of_another_layout_or_rank_does_not_read_them(attach) -> None:
     assert hits(layout="page_head") == 0
     assert hits(tp=(1, 2)) == 0
     assert hits(model_id="other") == 0
+
+
+def test_states_of_another_type_are_not_read_though_they_have_the_same_size(attach) -> None:
+    source, names = mamba(dtype=torch.bfloat16), keys(1)
+    storage = beside(attach, PoolName.MAMBA, source)
+    assert storage.batch_set_v2([transfer(PoolName.MAMBA, source, names, [0])]) == {PoolName.MAMBA: [True]}
+    for dtype, found in ((torch.bfloat16, True), (torch.float16, False)):
+        target = mamba(dtype=dtype)
+        reader = beside(attach, PoolName.MAMBA, target)
+        assert reader.batch_get_v2([transfer(PoolName.MAMBA, target, names, [0])]) == {PoolName.MAMBA: [found]}
 
 
 @pytest.mark.parametrize("name, make, shared", [
