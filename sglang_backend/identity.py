@@ -46,6 +46,8 @@ WHOLE = Shard(0, 1, 0, 1)
 
 _memory_digest = ""
 """What names the weights of this process; empty while they are those of the model's files."""
+_others_left = False
+"""Whether SGLang's own caches may hold KV of other weights than these, which it stores like any other."""
 
 logger = get_logger(__name__)
 
@@ -109,9 +111,20 @@ def weights_changed() -> None:
 
     It is the process that changed, so it also holds for a backend that is attached, or knows its namespace, later.
     """
-    global _memory_digest
-    _memory_digest = private_model_digest()
+    global _memory_digest, _others_left
+    _memory_digest, _others_left = private_model_digest(), True
     logger.info("the weights changed in memory: pages are not shared with other instances from now on")
+
+
+def caches_emptied() -> None:
+    """SGLang's own caches are empty: what was stored from them since the weights changed has no name any more.
+
+    An update is often made while requests run or their pages are on the way to the pool; SGLang flushes its caches
+    later then, when all of these have ended.
+    """
+    global _memory_digest, _others_left
+    if _others_left:
+        _memory_digest, _others_left = private_model_digest(), False
 
 
 def of_weights_in_memory(namespace: Namespace) -> Namespace:

@@ -170,6 +170,15 @@ def _weights_changed() -> None:
     identity.weights_changed()
 
 
+@contained(nothing)
+def _empties_caches(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After SGLang flushed its own caches, or refused to since requests are running."""
+    from sglang_backend import identity
+
+    if flushed:
+        identity.caches_emptied()
+
+
 def _keeps_drafts(should_backup: Callable[..., bool], controller: Any, transfer: Any) -> bool:
     """Around the choice of what a rank of an MLA model stores beside rank 0: SGLang knows of Mooncake's keys alone."""
     return should_backup(controller, transfer) or _is_split_draft(controller, transfer)
@@ -223,5 +232,9 @@ TARGETS = (
     Target(f"{_WEIGHTS}.update_weights_from_tensor", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.update_weights_from_ipc", _MANAGER_CALL, _reports_weights),
     # Weights may also be written from outside, by RDMA, between the beginning and the end of an update.
+    Target(f"{_WEIGHTS}.begin_weight_update", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.end_weight_update", _MANAGER_CALL, _reports_weights),
+    Target(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self", "empty_cache"), _empties_caches, HookType.AFTER
+    ),
 )  # fmt: skip

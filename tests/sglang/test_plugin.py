@@ -13,12 +13,14 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import sglang
 from causes import forget_causes
 from instances import storage_config
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -39,6 +41,7 @@ UPDATES = [
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "begin_weight_update",
     "end_weight_update",
 ]
 
@@ -246,8 +249,8 @@ class TestWeightUpdates:
 
     @pytest.mark.parametrize("update", UPDATES)
     def test_an_update_is_noticed_and_its_answer_or_error_kept(self, manager, changes, update):
-        if update in UPDATES[0::3]:
-            with pytest.raises(AttributeError, match="tp_worker"):
+        if update in ("update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update"):
+            with pytest.raises(AttributeError, match=r"tp_worker|selector"):
                 getattr(manager, update)(object())
         else:
             answer = getattr(manager, update)(object())  # refused: no update was begun
@@ -257,6 +260,14 @@ class TestWeightUpdates:
     def test_it_is_noticed_after_the_update(self, monkeypatch, changes):
         done = plugin._reports_weights(lambda manager, request: changes.append("updated") or "answer", None, None)
         assert done == "answer" and changes == ["updated", "changed"]
+
+    @pytest.mark.parametrize("idle", [True, False])
+    def test_a_flush_is_noticed_where_it_was_made(self, monkeypatch, changes, idle):
+        monkeypatch.setattr(identity, "caches_emptied", lambda: changes.append("emptied"))
+        scheduler = MagicMock()
+        scheduler.is_fully_idle.return_value = idle
+        assert Scheduler.flush_cache(scheduler, empty_cache=False) is idle
+        assert changes == ["emptied"] * idle
 
     def test_a_fault_of_ours_does_not_reach_the_engine(self, monkeypatch, manager, caplog):
         forget_causes()

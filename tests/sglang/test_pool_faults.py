@@ -282,6 +282,23 @@ def test_changed_weights_leave_the_pages_of_the_files(attach, monkeypatch) -> No
     assert not np.array_equal(axes(other)[:3], model(2)[:3]), "the new weights' pages are for this process alone"
 
 
+def test_what_sglang_kept_of_old_weights_is_not_read_once_its_caches_are_empty(attach, monkeypatch) -> None:
+    """An update without a flush, or whose flush was refused since requests were running: these end, and are stored."""
+    monkeypatch.setattr(identity, "_memory_digest", "")
+    monkeypatch.setattr(identity, "_others_left", False)
+    storage = attach(mha("page_first"))
+    storage.batch_set_v1(NAMES, slots(WHOLE))
+    identity.caches_emptied()
+    assert storage.batch_exists(NAMES) == PAGES, "the weights never changed"
+    identity.weights_changed()
+    assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
+    identity.caches_emptied()
+    assert storage.batch_exists(NAMES) == 0
+    assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
+    identity.caches_emptied()
+    assert storage.batch_exists(NAMES) == PAGES, "these are the new weights'"
+
+
 def test_clear_forgets_our_pages_alone(attach, pool: Path) -> None:
     states = mamba()
     ours, theirs = attach(mha("page_first")), attach(mha("page_first"), model_id="other")

@@ -51,7 +51,9 @@ class Attachable:
     pool: Path
     endpoints: Endpoints
 
-    def attach(self, *, policy: str = "wait_complete", **config: object) -> tuple[int, str]:
+    def attach(
+        self, *, policy: str = "wait_complete", write_policy: str = "write_through", **config: object
+    ) -> tuple[int, str]:
         config = {"prefetch_threshold": PAGE_TOKENS, **config}
         return self.server.admin(
             "PUT",
@@ -59,6 +61,7 @@ class Attachable:
                 "hicache_storage_backend": NAME,
                 "hicache_storage_backend_extra_config_json": json.dumps(config),
                 "hicache_storage_prefetch_policy": policy,
+                "hicache_write_policy": write_policy,
             },
         )
 

@@ -32,11 +32,16 @@ def old(server: SGLangServer, attachable: Attachable) -> SGLangAnswer:
     server.flush()
     old = server.ask(PROMPT)
     assert old.from_storage == IN_FULL_PAGES
-    body = {"model_path": str(checkpoint("qwen3-other"))}
+    load_weights(server, "qwen3-other")
+    return old
+
+
+def load_weights(server: SGLangServer, name: str, *, flush: bool = True) -> None:
+    """Of the checkpoint `name`; `flush`: SGLang's own caches with it."""
+    body = {"model_path": str(checkpoint(name)), "flush_cache": flush}
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     updated = server._read(server._send("POST", "/update_weights_from_disk", body, headers))
     assert json.loads(updated)["success"] is True
-    return old
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +59,22 @@ def test_nor_are_they_when_the_storage_is_attached_again(attachable: Attachable,
     assert attachable.server.admin("DELETE")[0] == 200
     attachable.be_attached()
     assert attachable.server.ask(PROMPT).token_ids == new.token_ids
+
+
+def test_nor_is_what_sglang_kept_of_them_and_stores_before_its_flush(attachable: Attachable) -> None:
+    """With write_through_selective a prompt is stored once it is asked again: here as KV of the weights before."""
+    server, pages = attachable.server, Pages(attachable.pool, attachable.server.model)
+    prompt = draw_tokens(random.Random(2), 330)
+    assert attachable.attach(write_policy="write_through_selective")[0] == 200
+    try:
+        load_weights(server, "qwen3")
+        server.ask(prompt)
+        load_weights(server, "qwen3-other", flush=False)
+        kept = server.ask(prompt)
+        assert kept.cached_tokens == IN_FULL_PAGES
+        pages.wait_for(prompt)
+        server.flush()
+        fresh = server.ask(prompt)
+        assert (fresh.from_storage, fresh.cached_tokens) == (0, 0) and fresh.steps[0] != kept.steps[0]
+    finally:
+        assert attachable.attach()[0] == 200
