@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,10 @@ _CLEAR_S = 2.0
 logger = get_logger(__name__)
 
 
+def always() -> bool:
+    return True
+
+
 class MooncakeConnectorStorage(HiCacheStorage):
     """See the module.
 
@@ -99,6 +103,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """Of prompts, so far."""
         self.last_asked: Any = None
         """See :mod:`sglang_backend.request_lines`."""
+        self.wanted: Callable[[], bool] = always
+        """Whether SGLang still waits for what it loads now."""
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
 
@@ -342,7 +348,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
             slots = first_slots(stored, keys, indices)
             if stored is None or slots is None:
                 return None
-            return stored.load(page_keys(keys), lambda i, part, page: stored.pages.load(slots[i], part, page))
+            return stored.load(
+                page_keys(keys), lambda i, part, page: stored.pages.load(slots[i], part, page), self.wanted
+            )
 
         arrived = contained(nothing)(load)() or [False] * len(keys)
         if stored is self._kv:
@@ -357,7 +365,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self.loaded_tokens += loaded * self._kv.pages.page_slots
         if self._counts_lookups:
             self.metrics.hit(loaded * self._kv.pages.page_slots)
-        self._missed(Miss.LOAD_FAILED, len(arrived) - loaded)
+        if self.wanted():
+            self._missed(Miss.LOAD_FAILED, len(arrived) - loaded)
 
     def _save(
         self,
@@ -383,7 +392,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return [self._no_flat_pages()] * len(keys)
 
         def load() -> list[bool]:
-            return kv.load(page_keys(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
+            return kv.load(
+                page_keys(keys), lambda i, part, page: pages.load_flat(targets[i], part, page), self.wanted
+            )
 
         arrived = contained(lambda: [False] * len(keys))(load)()
         self._count_loaded(arrived)

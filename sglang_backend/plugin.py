@@ -34,6 +34,7 @@ TAKEN_OVER = "mooncake"
 _OPTION = "--hicache-storage-backend"
 _FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -195,6 +196,22 @@ def _is_split_draft(controller: Any, transfer: Any) -> bool:
     return entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
 
 
+def _watches(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around the load of a prompt, which SGLang's threads go on with after it was aborted or took too long.
+
+    Requests behind it would wait, and SGLang ends at a flush where these threads do not come back within 10 s.
+    """
+    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+    if not is_ours(backend):
+        return transfer(controller, operation)
+    wanted, stopped = backend.wanted, controller.storage_stop_event
+    backend.wanted = lambda: not (operation.is_terminated() or stopped.is_set())
+    try:
+        return transfer(controller, operation)
+    finally:
+        backend.wanted = wanted
+
+
 _MANAGER_CALL = ("self", "recv_req")
 
 TARGETS = (
@@ -213,11 +230,8 @@ TARGETS = (
     ),
     Target(f"{_CONTROLLER}._page_get_zero_copy", ("self", "operation", "hash_values", "host_indices", "extra_info")),
     Target(f"{_CONTROLLER}._page_set_zero_copy", ("self", "hash_values", "host_indices", "extra_info")),
-    Target(
-        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.should_backup",
-        ("self", "transfer"),
-        _keeps_drafts,
-    ),
+    Target(f"{_HYBRID}.should_backup", ("self", "transfer"), _keeps_drafts),
+    Target(f"{_HYBRID}._page_transfer", ("self", "operation"), _watches),
     Target(
         "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
         (

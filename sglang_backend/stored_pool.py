@@ -22,7 +22,7 @@ from sglang_backend.metrics import Metrics
 from store_client.base import Bytes
 from store_client.jobs import NOT_LANDED, Job, Load, Save
 from store_client.missing import fate_of, why_missing
-from store_client.mover import PAUSE_S, Mover
+from store_client.mover import PAUSE_S, UNWANTED, Mover
 from store_client.sharded import ConsumePart, ShardView
 
 _STOP_S = 2.0
@@ -188,15 +188,15 @@ class StoredPool:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._look_up(lambda view: view.contains(keys), [False] * len(keys))
 
-    def load(self, keys: Sequence[bytes], copy: ConsumePart) -> list[bool]:
-        """For each page whether it arrived; stops at the first that did not.
+    def load(self, keys: Sequence[bytes], copy: ConsumePart, wanted: Callable[[], bool]) -> list[bool]:
+        """For each page whether it arrived; stops at the first that did not, and once they are not `wanted` any more.
 
         `copy` takes page i out of the stored page of a part.
         """
         job = Load(keys=keys, view=self._view, deadline_s=self._config.load_deadline_s, copy=copy)
-        if view := self._run("load", self._movers.loads, job):
+        if view := self._run("load", self._movers.loads, job, wanted):
             self._metrics.moved("load", job.pages, view.nbytes, job.seconds)
-        self._count_promised(keys, job.pages)
+        self._count_promised(keys[: job.pages] if job.cause == UNWANTED else keys, job.pages)
         return [number < job.pages for number in range(len(keys))]
 
     def save(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:
@@ -209,12 +209,14 @@ class StoredPool:
             self._metrics.moved("save", job.stored, view.nbytes, job.seconds)
         return [number in job.present for number in range(len(keys))]
 
-    def _run(self, what: str, mover: Mover[J], job: J) -> ShardView | None:
+    def _run(
+        self, what: str, mover: Mover[J], job: J, wanted: Callable[[], bool] | None = None
+    ) -> ShardView | None:
         """Have a job done and wait for its end; None where the store is not to be used now."""
         view = self._ready(mover)
         if view is not None:
-            mover.run(job)
-            if job.cause:
+            mover.run(job, wanted)
+            if job.cause not in ("", UNWANTED):
                 self._metrics.failed(what, job.cause)
             if job.cause == NOT_LANDED:  # until others land, SGLang is told of what is there alone
                 self._impatient_until_s = time.monotonic() + PAUSE_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -20,8 +20,10 @@ PAUSE_S = 5.0
 """After a fault of the store it is left alone for so long: the next jobs would only wait as well."""
 _FAILED_COPIES = 3
 """After so many jobs in a row whose copies failed as well: the device is out of order, not one copy."""
-_LOOK_S, _FENCE_LOOK_S = 0.005, 0.001
-"""Between two looks at pages that are on their way, and at a device that is busy."""
+_LOOK_S, _FENCE_LOOK_S, _WANTED_LOOK_S = 0.005, 0.001, 0.05
+"""Between two looks at pages that are on their way, at a device that is busy, and at whether a load is still wanted."""
+UNWANTED = "unwanted"
+"""Why a job ended that nobody waited for any more: no fault."""
 
 J = TypeVar("J", bound=Job)
 
@@ -93,10 +95,12 @@ class Mover(Generic[J]):
             self._tell(job)
         return over
 
-    def run(self, job: J) -> None:
-        """Submit a job and wait until it is over."""
+    def run(self, job: J, wanted: Callable[[], bool] | None = None) -> None:
+        """Submit a job and wait until it is over; one that is not `wanted` any more is given up."""
         self.submit(job)
-        while not job.over.wait(max(job.left_s, _LOOK_S)):
+        while not job.over.wait(max(job.left_s, _LOOK_S) if wanted is None else _WANTED_LOOK_S):
+            if wanted is not None and not wanted():
+                job.give_up(UNWANTED)
             self._expire(job, wait=True)
         self.pending.remove(job)
         self._tell(job)

@@ -275,3 +275,19 @@ def test_a_detached_backend_does_not_wait_on(start, faults: Faults, written: Any
     faults.answer = never
     reader.controller.prefetch(CacheRequestHandle("request", 0), TOKENS, None, [], None).mark_terminate()
     assert reader.controller.prefetch_hit_queue.get(timeout=60).storage_hit_count == 0
+
+
+def test_a_load_that_nobody_waits_for_any_more_holds_up_no_flush(start, faults: Faults) -> None:
+    """SGLang ends at a flush where its threads do not come back within 10 s, and takes an aborted load for none."""
+    reader = start(load_deadline_s=600.0)
+    controller, asked = reader.controller, threading.Event()
+    faults.answer = lambda keys, found: Lookup(0, coming=len(keys))
+    operation = controller.prefetch(CacheRequestHandle("request", 0), TOKENS[:FULL], None, [], None)
+    assert controller.prefetch_hit_queue.get(timeout=60).storage_hit_count == FULL
+    operation.host_indices = reader.host_pool.alloc(FULL)
+    look_up = faults.answer
+    faults.answer = lambda keys, found: asked.set() or look_up(keys, found)
+    controller.prefetch_buffer.put(operation)
+    assert asked.wait(60)
+    controller.terminate_prefetch(operation)
+    controller.reset()
