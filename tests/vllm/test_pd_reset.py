@@ -16,6 +16,7 @@ from test_pd_prefill import CHUNKED
 from test_tenants import adapter, lora, write
 
 import transfer.serving
+from vllm_plugin.weights import calls
 
 NUM_TOKENS = len(PROMPT)
 
@@ -86,6 +87,42 @@ def test_a_decode_leg_whose_adapter_is_replaced_while_it_waits_is_computed_with_
     both.run()
     both.check_at_rest()
     assert both.decode.computed(name) == NUM_TOKENS + 2
+
+
+@every_runner
+def test_what_vllms_own_cache_has_of_a_former_adapter_is_not_handed_over(pair: MakePair, tmp_path: Path) -> None:
+    both = pair()
+    theirs, ours = adapter(tmp_path / "theirs", b"weights"), adapter(tmp_path / "ours", b"others!")
+    both.prefill.ask(PROMPT, lora_request=lora(theirs))
+    write(theirs, b"others!")
+    again = lora(theirs, load_inplace=True)
+    Core(both.prefill).add_lora(again)
+    leg = both.prefill.add(PROMPT, 1, params=prefill_params("x"), lora_request=again)
+    name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"), lora_request=lora(ours))
+    both.run()
+    both.check_at_rest()
+    assert both.prefill.computed(leg) < NUM_TOKENS, "there was no local hit"
+    assert both.prefill.answers[leg] is None
+    assert both.decode.computed(name) == NUM_TOKENS + 2
+
+
+@every_runner
+def test_what_vllms_own_cache_has_of_former_weights_is_not_handed_over(
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM goes on with it: nobody has emptied its cache."""
+    monkeypatch.setattr(calls, "_has_own_process", lambda core: True)
+    both = pair()
+    both.prefill.ask(PROMPT)
+    for engine in both.both:
+        Core(engine).load(1)
+        engine.ask(PROMPT[::-1])  # with this the new weights are known
+    monkeypatch.setattr(both.prefill.workers[0].runner, "_attend", lambda *args: None)
+    name = both.add(PROMPT, order="concurrent")
+    both.finish(name, computed=NUM_TOKENS + 2)
+    leg = last(both.prefill)
+    assert both.prefill.computed(leg) < NUM_TOKENS, "there was no local hit"
+    assert both.prefill.answers[leg] is None
 
 
 @every_runner

@@ -148,7 +148,7 @@ class PrefixScheduler:
         self._nameless.add(tracked.request.request_id)
 
     def take_nameless(self) -> Collection[str]:
-        """Requests whose adapter turned out to be another one than their name says, since the last call."""
+        """Requests whose KV turned out not to be what their name says, since the last call."""
         nameless, self._nameless = self._nameless, set()
         return nameless
 
@@ -363,7 +363,7 @@ class PrefixScheduler:
             lora = tracked.request.lora_request
             stale = self.weights.taints or (lora is not None and self._adapters.is_stale(lora))
             if stale and tracked.local_tokens:
-                tracked.root = None
+                self._lose_name(tracked)
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
         """Whether to look for pages to save: after every prefill, and now and then while all only decode."""
