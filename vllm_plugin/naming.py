@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _FIRST_WAIT_S = 0.05
 """How long loading an adapter waits for its digest; a large one is named from a later request on."""
 
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""Odd: modulo 2^64 a value times it is another one for each value. Items that lie over each other do not cancel out."""
+_NO_TOKEN = np.uint64(1 << 63)
+
 logger = get_logger(__name__)
 
 
@@ -43,7 +47,11 @@ def chain_root(request: Request, adapters: AdapterKeys) -> bytes | None:
 
 
 def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDArray[np.uint64]:
-    """Tokens `[start, stop)` as the key chain sees them: multimodal placeholders are replaced by their content."""
+    """Tokens `[start, stop)` as the key chain sees them: multimodal placeholders are replaced by their content.
+
+    Items may lie over each other: the sound of a video has the placeholders of the video (`use_audio_in_video`). One
+    that has another number of them was processed in another way.
+    """
     tokens = request.all_token_ids[start:stop]
     overlaps = [
         (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
@@ -55,7 +63,9 @@ def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDA
     named = np.asarray(tokens, dtype=np.uint64)
     for offset, length, identifier in overlaps:
         first, last = max(offset, start), min(offset + length, stop)
-        named[first - start : last - start] = content_tokens(identifier, last - first, start=first - offset)
+        beneath = named[first - start : last - start] * _SPREAD
+        content = content_tokens(f"{length}:{identifier}", last - first, start=first - offset)
+        named[first - start : last - start] = (beneath ^ content) | _NO_TOKEN
     return named
 
 

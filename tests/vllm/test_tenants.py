@@ -415,6 +415,32 @@ def test_an_image_elsewhere_in_the_prompt_is_another_prompt() -> None:
     assert first[0] != second[0]
 
 
+def with_video(video: str, sound: str, length: int = 40) -> Request:
+    """As vLLM's processor of Qwen2.5-Omni describes a video with its sound (`use_audio_in_video`): one place for both,
+    of which each has its own tokens."""
+    is_sound = torch.arange(length) % 2 == 0
+    features = [
+        MultiModalFeatureSpec(data=None, modality=modality, identifier=item, mm_position=PlaceholderRange(20, length, at))
+        for modality, item, at in (("video", video, ~is_sound), ("audio", sound, is_sound))
+    ]
+    return Request("r", TOKENS, SamplingParams(max_tokens=1), None, mm_features=features)
+
+
+def test_items_that_lie_over_each_other_all_count() -> None:
+    videos = [with_video(*items) for items in (("cat", "silence"), ("dog", "silence"), ("cat", "meow"), ("cat", "cat"))]
+    keys = [keys_of(request) for request in (*videos, with_image(TOKENS, "cat"))]
+    assert len({one[0] for one in keys}) == 1
+    assert all(len(set(same)) == len(keys) for same in zip(*(one[1:] for one in keys), strict=True))
+    assert keys_of(with_video("cat", "silence")) == keys[0]
+
+
+def test_an_item_that_became_another_number_of_tokens_is_another_one() -> None:
+    """Processed with other settings: one with more pixels begins with the same placeholders, and other embeddings."""
+    small, large = (keys_of(with_image(TOKENS, length=length)) for length in (40, 60))
+    assert small[0] == large[0]
+    assert small[1] != large[1], "a page of placeholders alone"
+
+
 @pytest.mark.parametrize(
     "request_like",
     [{"prompt_embeds": torch.zeros(100, 64)}, {"resumable": True}],
