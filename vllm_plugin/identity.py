@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from mooncake_connector.config.schema import Config
@@ -45,7 +46,8 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
         kv_lora_rank=hf.kv_lora_rank if main.is_mla else None,
         rope_dim=hf.qk_rope_head_dim if main.is_mla else None,
         page_tokens=int(config.page_tokens),
-        rope=rope_in_force(hf, model.max_model_len),
+        # -1 (auto): the model was made for the longest context, and the KV cache then allowed for less
+        rope=rope_in_force(hf, -1 if model.original_max_model_len == -1 else model.max_model_len),
         quantization=quantization_while_loading(model.hf_config, model.quantization),
         engine_overrides=_overrides(vllm_config, geometry),
     )
@@ -65,8 +67,28 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
         overrides["dtype"] = str(model.dtype).removeprefix("torch.")
     if model.hf_overrides:
         overrides["hf_overrides"] = plain_values(model.hf_overrides)
+    if model.hf_config_path:  # in place of the config.json beside the weights
+        overrides["config"] = config_digest(vllm_config)
+    if model.quantization_config:  # which layers are quantised while loading, and how
+        overrides["quantization_config"] = plain_values(model.quantization_config)
+    if media := _media_settings(vllm_config):
+        overrides["media"] = media
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():  # its layers are part of the page
         draft = speculative.draft_model_config or model
         overrides["draft"] = [str(speculative.method), weights_digest(draft.model, draft.revision)]
     return canonical_json(overrides) if overrides else ""
+
+
+def _media_settings(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What makes other embeddings of the same image, video or sound, and is in none of vLLM's hashes of these."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        return {}
+    names = ["mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"]
+    if multimodal.is_multimodal_pruning_enabled():
+        names += ["video_pruning_rate", "video_pruning_method"]
+    settings = {name: plain_values(value) for name in names if (value := getattr(multimodal, name))}
+    if loader := os.environ.get("VLLM_VIDEO_LOADER_BACKEND"):
+        settings["video_loader"] = loader
+    return settings

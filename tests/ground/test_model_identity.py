@@ -118,6 +118,8 @@ CHANGES = {
     "hf_quant_config.json": lambda path: (path / "hf_quant_config.json").write_text("{}"),
     "quantize_config.json": lambda path: (path / "quantize_config.json").write_text("{}"),
     "modeling_custom.py": lambda path: (path / "modeling_custom.py").write_text("{}"),
+    "preprocessor_config.json": lambda path: (path / "preprocessor_config.json").write_text("{}"),
+    "video_preprocessor_config.json": lambda path: (path / "video_preprocessor_config.json").write_text("{}"),
 }
 
 

@@ -420,8 +420,8 @@ def with_video(video: str, sound: str, length: int = 40) -> Request:
     of which each has its own tokens."""
     is_sound = torch.arange(length) % 2 == 0
     features = [
-        MultiModalFeatureSpec(data=None, modality=modality, identifier=item, mm_position=PlaceholderRange(20, length, at))
-        for modality, item, at in (("video", video, ~is_sound), ("audio", sound, is_sound))
+        MultiModalFeatureSpec(data=None, modality=kind, identifier=item, mm_position=PlaceholderRange(20, length, at))
+        for kind, item, at in (("video", video, ~is_sound), ("audio", sound, is_sound))
     ]
     return Request("r", TOKENS, SamplingParams(max_tokens=1), None, mm_features=features)
 

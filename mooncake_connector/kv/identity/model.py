@@ -32,8 +32,9 @@ VOLATILE_CONFIG_FIELDS = frozenset(
 # The first pattern that matches anything is what engines load.
 _WEIGHT_PATTERNS: tuple[tuple[str, ...], ...] = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
 _NOT_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*")
-# Files beside config.json that change what the weights mean: quantisation settings and the model's own code.
-_MEANING_PATTERNS = ("*quant*config*.json", "*.py")
+# Files beside config.json that change what the weights mean: quantisation settings, the model's own code, and how
+# images, videos and sound are made smaller and divided before it sees them.
+_MEANING_PATTERNS = ("*quant*config*.json", "*.py", "*processor_config.json")
 _CONFIG_NAMES = ("config.json", "params.json")
 LORA_FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 """What makes up a LoRA adapter, for `files_digest`."""

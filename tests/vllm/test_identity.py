@@ -1,0 +1,79 @@
+"""Settings of an engine that make other KV of the same tokens and media: none of them meets another's pages."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from settings import Setup, kv_cache_config, vllm_config
+from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import QuantizationConfigArgs
+
+from mooncake_connector.config.schema import Config
+from vllm_plugin.identity import instance_namespace
+from vllm_plugin.kv_groups import read_geometry
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [8.0]}
+
+
+@pytest.fixture
+def config(base_config: Any, pool: Path) -> Any:
+    """An engine's configuration, whose model may be changed."""
+    config = vllm_config(Setup(), base_config, pool)
+    config.model_config = copy.deepcopy(config.model_config)
+    return config
+
+
+def digest(config: Any, **changes: Any) -> bytes:
+    """Of the namespace of an instance whose model has these settings."""
+    config.model_config = copy.deepcopy(config.model_config)
+    for name, value in changes.items():
+        setattr(config.model_config, name, value)
+    geometry = read_geometry(config, kv_cache_config(Setup()))
+    return instance_namespace(config, geometry, Config(model_id="test")).digest
+
+
+MEDIA: list[dict[str, Any]] = [
+    {"mm_processor_kwargs": {"max_pixels": 1 << 16}},
+    {"mm_processor_kwargs": {"max_pixels": 1 << 17}},
+    {"media_io_kwargs": {"video": {"num_frames": 8}}},
+    {"video_pruning_rate": 0.5},
+    {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+    {"mm_encoder_attn_dtype": "fp8"},
+]
+
+
+def test_instances_that_process_media_in_other_ways_do_not_share(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's hashes of images, videos and sound have what a request says of these, not what the instance was told."""
+    monkeypatch.delenv("VLLM_VIDEO_LOADER_BACKEND", raising=False)
+    plain = digest(config)
+    assert digest(config, multimodal_config=MultiModalConfig(mm_processor_cache_gb=1)) == plain
+    digests = [digest(config, multimodal_config=MultiModalConfig(**media)) for media in MEDIA]
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
+    digests.append(digest(config))
+    assert len({plain, *digests}) == 1 + len(MEDIA) + 1
+
+
+def test_layers_that_are_quantised_while_loading_are_told_apart(config: Any) -> None:
+    """`--quantization online`, of which `--quantization-config` says what it is."""
+    some = [QuantizationConfigArgs(linear=name) for name in ("fp8_per_tensor", "fp8_per_block")]
+    some.append(QuantizationConfigArgs(linear="fp8_per_tensor", ignore=["*.0.*"]))
+    digests = {digest(config, quantization="online", quantization_config=one) for one in some}
+    assert len(digests) == len(some)
+
+
+def test_a_configuration_from_elsewhere_is_part_of_the_name(config: Any, tmp_path: Path) -> None:
+    plain = digest(config)
+    elsewhere = digest(config, hf_config_path=str(tmp_path))
+    config.model_config.hf_config.rope_theta = 5.0
+    assert len({plain, elsewhere, digest(config, hf_config_path=str(tmp_path))}) == 3
+
+
+def test_rope_that_was_made_for_a_longer_context_than_is_served_is_another_one(config: Any) -> None:
+    """`--max-model-len auto`: vLLM makes the model for the longest context, and serves what there is memory for."""
+    config.model_config.hf_text_config.rope_parameters = LONGROPE
+    assert digest(config, original_max_model_len=-1) != digest(config, original_max_model_len=2048)
