@@ -115,7 +115,7 @@ _WORDS = {
     ),
     Miss.NOT_CACHED: Words(
         "of requests whose tokens do not name their KV, or that are to be computed: prompt embeddings, streamed input, "
-        "prompt_logprobs, an adapter that is not hashed yet",
+        "prompt_logprobs, media that vLLM does not hash, an adapter that is not hashed yet",
         "nothing, unless such requests are not meant",
     ),
     Miss.ELSEWHERE: Words(

@@ -178,6 +178,8 @@ def _check_settings(vllm_config: VllmConfig) -> None:
             "with the external launcher each rank has a scheduler of its own, which hears of its own pages alone; "
             "ranks would compute different batches and wait for each other for ever"
         )
+    if vllm_config.model_config.pooler_config is not None and not vllm_config.model_config.is_prefix_caching_supported:
+        raise Unsupported("its pooling needs what the model says of every token of a prompt")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("KV scales computed at run time differ between instances")
 

@@ -23,6 +23,7 @@ from mooncake_connector.threads import DaemonThreads
 from vllm_plugin.adapter_files import AdapterFiles, Signature, read_files
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
@@ -44,6 +45,14 @@ def chain_root(request: Request, adapters: AdapterKeys) -> bytes | None:
         return root_digest(None, request.cache_salt)
     adapter = adapters.key(request.lora_request)
     return None if adapter is None else adapter_root_digest(adapter, request.cache_salt)
+
+
+def names_media(vllm_config: VllmConfig) -> bool:
+    """Whether a request says by a hash what its images, videos and sound are. With neither of its own caches in use
+    vLLM numbers them, from 1 on in every process."""
+    multimodal = vllm_config.model_config.multimodal_config
+    caches = multimodal is None or multimodal.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching
+    return bool(caches)
 
 
 def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDArray[np.uint64]:

@@ -15,10 +15,13 @@ import pytest
 import torch
 from cases import PROMPT, Start
 from core import Core
+from settings import vllm_config
 from simulated.waiting import wait_for
 from store.tiers.fuse import Mount, fuse_mount
+from vllm.config.multimodal import MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -26,7 +29,7 @@ from mooncake_connector.kv.keys import page_keys
 from mooncake_connector.threads import apart
 from vllm_plugin import adapter_files
 from vllm_plugin.adapter_files import AdapterFiles
-from vllm_plugin.naming import AdapterKeys, chain_root, named_tokens
+from vllm_plugin.naming import AdapterKeys, chain_root, named_tokens, names_media
 from vllm_plugin.prefix.scheduler import PrefixScheduler
 
 
@@ -439,6 +442,37 @@ def test_an_item_that_became_another_number_of_tokens_is_another_one() -> None:
     small, large = (keys_of(with_image(TOKENS, length=length)) for length in (40, 60))
     assert small[0] == large[0]
     assert small[1] != large[1], "a page of placeholders alone"
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "named"), [(0, False, False), (0, True, True), (1, False, True)]
+)
+def test_media_that_vllm_numbers_have_no_name(
+    start: Start,
+    base_config: Any,
+    pool: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cache_gb: int,
+    prefix_caching: bool,
+    named: bool,
+) -> None:
+    """The first image of a server is that of the one before it, by what vLLM calls it."""
+    media = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    renderer = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)),
+        _validate_mm_uuids=lambda *args: None,
+    )
+    images = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    called = BaseRenderer._process_mm_uuids(renderer, {}, images, {}, "renderer0-mm-1")  # type: ignore[arg-type]
+    assert (called == {}) == named
+    engine = start(prefix_caching=prefix_caching)
+    monkeypatch.setattr(base_config.model_config, "multimodal_config", media)
+    config = vllm_config(engine.setup, base_config, pool)
+    monkeypatch.setattr(engine.prefix, "_names_media", names_media(config))
+    for request, expected in ((with_image(TOKENS), named), (with_image(TOKENS, ""), True)):
+        assert (engine.prefix.track(request).root is not None) == expected
+        engine.prefix.finished(request)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import PROMPT, Start, every_runner, warm_pool, warmed
 from settings import layer_names
+from vllm.config import PoolerConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -56,6 +57,17 @@ def test_the_connector_stays_inactive_and_says_why_once(
     engine.abort(engine.add(PROMPT))
     engine.finish()
     assert not faults.calls
+
+
+@pytest.mark.parametrize(("pooling", "serves"), [("LAST", True), ("MEAN", False), ("CLS", False)])
+def test_pooling_that_takes_all_tokens_is_left_alone(
+    start: Start, base_config: Any, monkeypatch: pytest.MonkeyPatch, pooling: str, serves: bool
+) -> None:
+    """With a hit vLLM's pooler would raise ("partial prefill is not supported"), and that ends the engine."""
+    pooler = PoolerConfig(seq_pooling_type=pooling)
+    monkeypatch.setattr(base_config.model_config, "pooler_config", pooler)
+    engine = start(prefix_caching=False)
+    assert (engine.prefix is not None) == serves
 
 
 @every_runner

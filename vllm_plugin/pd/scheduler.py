@@ -134,7 +134,7 @@ class PDScheduler:
             )
             return
         if root is None or namespace is None:
-            reason = "it has prompt embeddings, streamed input or an unknown adapter"
+            reason = "it has prompt embeddings, streamed input, media without a hash or an unknown adapter"
             if namespace is None:
                 reason = "who the model is, or which weights it has, is not known yet"
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)

@@ -24,7 +24,7 @@ from vllm_plugin.adapter_files import Signature
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import config_digest, instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
-from vllm_plugin.naming import AdapterKeys, chain_root
+from vllm_plugin.naming import AdapterKeys, chain_root, names_media
 from vllm_plugin.prefix.account import Accounts
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.groups_hit import GroupsHit
@@ -82,6 +82,7 @@ class PrefixScheduler:
         self._stats = stats
         self._lookups = Lookups(config, stats, groups)
         self._adapters = AdapterKeys()
+        self._names_media = names_media(vllm_config)
         self._nameless = set[str]()
         self.weights = WeightsInMemory(
             geometry.num_ranks,
@@ -124,7 +125,9 @@ class PrefixScheduler:
             lora = request.lora_request
             if lora is not None and self._adapters.used(lora):
                 self._adapter_replaced(lora)
-            tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
+            named = self._names_media or not request.mm_features
+            root = chain_root(request, self._adapters) if named else None
+            tracked = self._tracked[request.request_id] = Tracked(request, root)
         return tracked
 
     def adapter_files(self, lora: LoRARequest) -> Signature | None:
