@@ -42,11 +42,12 @@ from mooncake_connector.threads import apart
 from sglang_backend import own_settings
 from sglang_backend.calls import first_slots, page_keys, parent_key
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
-from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
+from sglang_backend.identity import WHOLE, identify, of_opaque_pool, opaque_pool
 from sglang_backend.metrics import Metrics
 from sglang_backend.plugin import hooked
 from sglang_backend.states import longest, look_for_states, restorable
 from sglang_backend.stored_pool import Movers, StoredPool
+from sglang_backend.weights import in_memory
 from store_client.open import BackgroundStore, open_in_background
 from store_client.pool_metrics import PoolMetrics
 from store_client.sharded import ShardView
@@ -337,7 +338,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
         if self._store is None or self._namespace is None:
             return None
-        namespace = of_weights_in_memory(self._namespace)
+        namespace = in_memory.of(self._namespace)
         return self._store.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
 
     def _other(self, transfer: PoolTransfer) -> StoredPool | None:

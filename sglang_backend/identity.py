@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,8 @@ from mooncake_connector.kv.identity.checkpoint import (
 )
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
 from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
-from mooncake_connector.kv.namespace import Namespace, canonical_json, private_model_digest
+from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
-from mooncake_connector.log import get_logger
 from sglang_backend.host_pages import TOKEN_ROWS, device_rows
 
 if TYPE_CHECKING:
@@ -43,13 +41,6 @@ if TYPE_CHECKING:
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE = Shard(0, 1, 0, 1)
 """Shard of pages that are not divided into layers and heads."""
-
-_memory_digest = ""
-"""What names the weights of this process; empty while they are those of the model's files."""
-_others_left = False
-"""Whether SGLang's own caches may hold KV of other weights than these, which it stores like any other."""
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,37 +95,6 @@ def of_opaque_pool(namespace: Namespace, description: dict[str, Any]) -> Namespa
     """The namespace of another pool of the instance that `namespace` belongs to."""
     overrides = json.loads(namespace.engine_overrides or "{}")
     return replace(namespace, engine_overrides=canonical_json({**overrides, "engine": "sglang", "pool": description}))
-
-
-def weights_changed() -> None:
-    """The weights in memory are no longer those of the files: pages of this process now have a name of their own.
-
-    It is the process that changed, so it also holds for a backend that is attached, or knows its namespace, later.
-    """
-    global _memory_digest, _others_left
-    _memory_digest, _others_left = private_model_digest(), True
-    logger.info("the weights changed in memory: pages are not shared with other instances from now on")
-
-
-def caches_emptied() -> None:
-    """SGLang's own caches are empty: what was stored from them since the weights changed has no name any more.
-
-    An update is often made while requests run or their pages are on the way to the pool; SGLang flushes its caches
-    later then, when all of these have ended.
-    """
-    global _memory_digest, _others_left
-    if _others_left:
-        _memory_digest, _others_left = private_model_digest(), False
-
-
-def of_weights_in_memory(namespace: Namespace) -> Namespace:
-    """`namespace`, which speaks of the model's files, or what stands for it once the weights in memory changed."""
-    return _renamed(namespace, _memory_digest) if _memory_digest else namespace
-
-
-@lru_cache(maxsize=1)
-def _renamed(namespace: Namespace, model_digest: str) -> Namespace:
-    return replace(namespace, model_digest=model_digest)
 
 
 def _server_args() -> Any | None:

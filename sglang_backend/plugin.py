@@ -138,11 +138,17 @@ def _construct(
 
 
 @contained(nothing)
-def _without_copies(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """After an attachment: pages go between host pool and store directly. No request is under way meanwhile."""
+def _suit(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
+    """After an attachment: pages go between host pool and store directly, and a rank of each host stores what all hold.
+
+    No request is under way meanwhile.
+    """
     if is_ours(controller.storage_backend):
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
+        from sglang_backend.writers import have_each_host_written
+
+        have_each_host_written(controller)
 
 
 @contained(nothing)
@@ -166,18 +172,18 @@ def _reports_weights(update: Callable[..., Any], manager: Any, recv_req: Any) ->
 
 @contained(nothing)
 def _weights_changed() -> None:
-    from sglang_backend import identity
+    from sglang_backend.weights import in_memory
 
-    identity.weights_changed()
+    in_memory.changed()
 
 
 @contained(nothing)
 def _empties_caches(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang flushed its own caches, or refused to since requests are running."""
-    from sglang_backend import identity
+    from sglang_backend.weights import in_memory
 
     if flushed:
-        identity.caches_emptied()
+        in_memory.caches_emptied()
 
 
 def _keeps_drafts(should_backup: Callable[..., bool], controller: Any, transfer: Any) -> bool:
@@ -225,7 +231,7 @@ TARGETS = (
     Target(
         f"{_CONTROLLER}.attach_storage_backend",
         ("self", "storage_backend", "prefetch_threshold", "model_name", "storage_backend_extra_config"),
-        _without_copies,
+        _suit,
         HookType.AFTER,
     ),
     Target(f"{_CONTROLLER}._page_get_zero_copy", ("self", "operation", "hash_values", "host_indices", "extra_info")),

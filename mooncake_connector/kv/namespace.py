@@ -28,9 +28,10 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def private_model_digest() -> str:
-    """What stands for weights that nobody else has, such as those changed in memory; another one each time."""
-    return f"private-{uuid.uuid4().hex}"
+def private_model_digest(of: str = "") -> str:
+    """What stands for weights that nobody else has, such as those changed in memory: another one each time, or that of
+    what only those know who have them."""
+    return f"private-{hashlib.sha256(of.encode()).hexdigest()[:32] if of else uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,11 @@ def start(pool: Path) -> Iterator[Callable[..., Rank]]:
     ranks: list[Rank] = []
 
     def start_one(
-        layout: str = "page_first", *, tp: tuple[int, int] = (0, 1), seed: int = 0, is_mla: bool = True, **options: Any
-    ) -> Rank:
-        with server("deepseek-mla" if is_mla else "qwen3", tp_size=tp[1]):
+        layout: str = "page_first", *, tp: tuple[int, int] = (0, 1), hosts: int = 1, of_host: Path = pool,
+        seed: int = 0, is_mla: bool = True, **options: Any,
+    ) -> Rank:  # fmt: skip
+        more = {"nnodes": hosts, "dist_init_addr": "127.0.0.1:1"} if hosts > 1 else {}
+        with server("deepseek-mla" if is_mla else "qwen3", tp_size=tp[1], **more):
             if is_mla:
                 device = MLATokenToKVPool(64, 64, torch.bfloat16, 512, 64, 4, "cpu", False)
                 host_pool = mla(layout, latent=512, rope=64, page_tokens=64)
@@ -57,7 +59,7 @@ def start(pool: Path) -> Iterator[Callable[..., Rank]]:
                 host_pool = mha(layout, layers=(0, 8), heads=4 // tp[1], dim=64, page_tokens=64)
             memory = axes(host_pool)
             memory[:] = np.random.default_rng(seed).integers(0, 1 << 16, memory.shape, dtype=np.uint16)
-            ranks.append(Rank(device, host_pool, pool, **{"name": BACKEND, "tp_rank": tp[0], **options}))
+            ranks.append(Rank(device, host_pool, of_host, **{"name": BACKEND, "tp_rank": tp[0], **options}))
         return ranks[-1]
 
     yield start_one
@@ -101,6 +103,18 @@ def test_the_ranks_of_an_mla_model_share_one_copy_that_one_of_them_wrote(start, 
         assert loaded == FULL and np.array_equal(content(reader, indices), axes(writers[0].host_pool)[:PAGES])
         assert stats(pool).read_pages - after_saves.read_pages == (rank + 1) * PAGES
     assert stats(pool).stored_pages == PAGES
+
+
+def test_the_ranks_of_an_mla_model_on_two_hosts_find_what_one_of_each_host_wrote(start, pool: Path) -> None:
+    pools = (pool, pool.with_name("of-another-host"))
+    writers = [start(tp=(rank, 4), hosts=2, of_host=pools[rank // 2], seed=1) for rank in range(4)]
+    saved = [writer.save(TOKENS[:FULL], writer.host_pool.alloc(FULL))[0] for writer in writers]
+    assert saved == [FULL, 0, FULL, 0]
+    assert [stats(each).stored_pages for each in pools] == [PAGES, PAGES]
+    for rank in range(4):
+        reader = start(tp=(rank, 4), hosts=2, of_host=pools[rank // 2], seed=2)
+        loaded, indices, _ = reader.load(TOKENS)
+        assert loaded == FULL and np.array_equal(content(reader, indices), axes(writers[0].host_pool)[:PAGES])
 
 
 def test_an_instance_with_one_rank_reads_what_two_ranks_wrote(start) -> None:

@@ -31,8 +31,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 import sglang_backend
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, identity, plugin
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
+from sglang_backend.weights import in_memory
 
 DYNAMIC = {"backend_name": BACKEND, "module_path": BACKEND_MODULE, "class_name": BACKEND_CLASS}
 OPTION = "--hicache-storage-backend"
@@ -237,7 +238,7 @@ class TestWeightUpdates:
     @pytest.fixture
     def changes(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         changes: list[str] = []
-        monkeypatch.setattr(identity, "weights_changed", lambda: changes.append("changed"))
+        monkeypatch.setattr(in_memory, "changed", lambda: changes.append("changed"))
         return changes
 
     @pytest.fixture
@@ -263,7 +264,7 @@ class TestWeightUpdates:
 
     @pytest.mark.parametrize("idle", [True, False])
     def test_a_flush_is_noticed_where_it_was_made(self, monkeypatch, changes, idle):
-        monkeypatch.setattr(identity, "caches_emptied", lambda: changes.append("emptied"))
+        monkeypatch.setattr(in_memory, "caches_emptied", lambda: changes.append("emptied"))
         scheduler = MagicMock()
         scheduler.is_fully_idle.return_value = idle
         assert Scheduler.flush_cache(scheduler, empty_cache=False) is idle
@@ -271,7 +272,7 @@ class TestWeightUpdates:
 
     def test_a_fault_of_ours_does_not_reach_the_engine(self, monkeypatch, manager, caplog):
         forget_causes()
-        monkeypatch.setattr(identity, "weights_changed", lambda: 1 / 0)
+        monkeypatch.setattr(in_memory, "changed", lambda: 1 / 0)
         assert manager.end_weight_update(object()).success is False
         assert "_weights_changed failed: ZeroDivisionError" in caplog.text
 

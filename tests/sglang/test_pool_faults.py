@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from simulated.waiting import wait_for
 
 from mooncake_connector.errors import ConfigError, ModelIdentityError
-from sglang_backend import identity
+from sglang_backend import hicache
+from sglang_backend.weights import MemoryWeights
 from store_client.base import Lookup
 from store_client.embedded import EmbeddedStore
 from store_client.testing import namespace
@@ -261,41 +262,45 @@ def test_refused_writes_are_reported_and_tried_again(faults, storage) -> None:
     assert storage.batch_set_v1(keys(3, "fresh"), slots([0, 1, 2])) == [True] * 3
 
 
-def test_changed_weights_leave_the_pages_of_the_files(attach, monkeypatch) -> None:
-    monkeypatch.setattr(identity, "_memory_digest", "")
+@pytest.fixture
+def weights(monkeypatch) -> MemoryWeights:
+    """As in a process whose weights did not change yet."""
+    monkeypatch.setattr(hicache, "in_memory", MemoryWeights())
+    return hicache.in_memory
+
+
+def test_changed_weights_leave_the_pages_of_the_files(attach, monkeypatch, weights) -> None:
     host_pool, other = mha("page_first"), mha("page_head")
     storage = attach(host_pool)
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
-    identity.weights_changed()
+    weights.changed()
     assert storage.batch_exists(NAMES) == 0
-    assert identity.of_weights_in_memory(namespace()).is_private
+    assert weights.of(namespace()).is_private
     axes(host_pool)[:] = model(2)
     assert storage.batch_set_v1(NAMES[:3], slots([0, 1, 2])) == [True] * 3 and storage.batch_exists(NAMES) == 3
     storage.close()
     again = attach(mha("page_first"))
     assert again.batch_exists(NAMES) == 3, "also for a backend that is attached afterwards"
-    identity.weights_changed()
+    weights.changed()
     assert again.batch_exists(NAMES) == 0, "changed again"
-    monkeypatch.setattr(identity, "_memory_digest", "")  # as in another process
+    monkeypatch.setattr(hicache, "in_memory", MemoryWeights())  # as in another process
     neighbour = attach(other)
     assert neighbour.batch_get_v1(NAMES, slots(WHOLE)) == [True] * PAGES
     assert not np.array_equal(axes(other)[:3], model(2)[:3]), "the new weights' pages are for this process alone"
 
 
-def test_what_sglang_kept_of_old_weights_is_not_read_once_its_caches_are_empty(attach, monkeypatch) -> None:
+def test_what_sglang_kept_of_old_weights_is_not_read_once_its_caches_are_empty(attach, weights) -> None:
     """An update without a flush, or whose flush was refused since requests were running: these end, and are stored."""
-    monkeypatch.setattr(identity, "_memory_digest", "")
-    monkeypatch.setattr(identity, "_others_left", False)
     storage = attach(mha("page_first"))
     storage.batch_set_v1(NAMES, slots(WHOLE))
-    identity.caches_emptied()
+    weights.caches_emptied()
     assert storage.batch_exists(NAMES) == PAGES, "the weights never changed"
-    identity.weights_changed()
+    weights.changed()
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
-    identity.caches_emptied()
+    weights.caches_emptied()
     assert storage.batch_exists(NAMES) == 0
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
-    identity.caches_emptied()
+    weights.caches_emptied()
     assert storage.batch_exists(NAMES) == PAGES, "these are the new weights'"
 
 
