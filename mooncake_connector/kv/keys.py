@@ -73,11 +73,10 @@ def page_keys(
         return _mixed_width_keys(_as_uint64(tokens, num_pages * page_tokens), page_tokens, previous)
 
     sha256 = hashlib.sha256
-    step = 4 * page_tokens
     keys = []
-    for start in range(0, num_pages * step, step):
+    for page in np.frombuffer(packed, dtype=f"V{4 * page_tokens}").tolist():
         digest = sha256(previous)
-        digest.update(packed[start : start + step])
+        digest.update(page)
         previous = digest.digest()
         keys.append(previous)
     return keys
