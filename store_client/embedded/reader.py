@@ -11,12 +11,13 @@ from typing import TypeAlias
 import numpy as np
 import xxhash
 
+from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Consume, Digests, Pieces, Settle
 from store_client.embedded.arena import GRANULE, Arena, gather
 from store_client.embedded.faults import CallersOwn
 from store_client.embedded.hashing import completed, digest
-from store_client.embedded.names import join_keys
+from store_client.embedded.names import Bools, join_keys
 from store_client.embedded.owners import Counters
 from store_client.embedded.table import BROUGHT, READ, Found, Table
 
@@ -60,6 +61,10 @@ class Reader:
         if len(keys) == 1:
             return [self._table.present_one(keys[0], space)]
         return [slot >= 0 for slot in self._table.slots(join_keys(keys), space)]
+
+    def present(self, keys: Sequence[bytes], space: int) -> Bools:
+        """As `contains`, by fingerprints (`Cells.present`): a fifth of the time where there are many."""
+        return self._table.present(np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_NBYTES), space)
 
     def sizes(self, keys: Sequence[bytes], space: int) -> list[int]:
         """Bytes of each page; 0 where it is not present."""

@@ -18,7 +18,19 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.metrics.registry import AGES_S
 from store_client.embedded.faults import Damaged
 from store_client.embedded.locks import open_file
-from store_client.embedded.names import CELL_NBYTES, CELLS, U8, U32, U64, Cells, Slots, hash_key, hash_keys, num_buckets
+from store_client.embedded.names import (
+    CELL_NBYTES,
+    CELLS,
+    U8,
+    U32,
+    U64,
+    Bools,
+    Cells,
+    Slots,
+    hash_key,
+    hash_keys,
+    num_buckets,
+)
 from store_client.embedded.redo import Record
 from store_client.embedded.row import INLINE_EXTENTS, ROW_DTYPE, ROW_NBYTES, Row
 
@@ -159,7 +171,7 @@ class Table:
     def _rows_at(self, slots: Slots) -> npt.NDArray[np.void]:
         return np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
 
-    def present(self, keys: U8, space: int) -> npt.NDArray[np.bool_]:
+    def present(self, keys: U8, space: int) -> Bools:
         """Whether each key is in the table, by its fingerprint (see `Cells.present`)."""
         return self.cells.present(hash_keys(keys, space))
 

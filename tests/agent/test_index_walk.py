@@ -47,11 +47,11 @@ class Pool:
         return list(self.shards_of)
 
     def space(self, of: Namespace, shard: Shard) -> Any:
-        def contains(keys: Sequence[bytes]) -> list[bool]:
+        def present(keys: Sequence[bytes]) -> Any:
             self.asked.append(len(keys))
-            return [key in self.shards_of[shard] for key in keys]
+            return np.array([key in self.shards_of[shard] for key in keys], dtype=bool)
 
-        return mock.Mock(contains=contains)
+        return mock.Mock(present=present)
 
 
 @dataclass

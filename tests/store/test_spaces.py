@@ -30,6 +30,16 @@ def test_a_line_cut_short_by_a_full_file_system_mixes_no_namespaces(store, monke
     assert {info.namespace.model_name: info.pages for info in store.namespaces()} == {"a": 3, "b": 3}
 
 
+def test_of_many_pages_at_once_is_said_what_is_said_of_each(store):
+    keys = chain("a prompt", 60)
+    a, b = space_in(store, "a"), space_in(store, "b")
+    put_chain(a, keys[:40])
+    a.remove(keys[39:40])
+    put_chain(b, keys[50:])
+    assert a.present(keys).tolist() == a.contains(keys) == [True] * 39 + [False] * 21
+    assert b.present(keys).tolist() == [False] * 50 + [True] * 10 and len(a.present([])) == 0
+
+
 def test_a_list_that_is_lost_or_swapped_mixes_no_namespaces(pool):
     keys = chain("the same prompt", 3)
     with EmbeddedStore(pool, 4 << 20) as store:

@@ -91,7 +91,7 @@ class Look:
         self._spaces, self._holds = spaces, holds
 
     def in_pool(self, keys: Sequence[bytes]) -> Bools:
-        found = {shard: np.array(space.contains(keys), dtype=bool) for shard, space in self._spaces.items()}
+        found = {shard: space.present(keys) for shard, space in self._spaces.items()}
         return whole(self.namespace, found)
 
     async def in_tiers(self, keys: Sequence[bytes]) -> dict[str, Bools]:
