@@ -140,8 +140,8 @@ def plain(text: str) -> list[int] | None:
     view = memoryview(text.encode())
     if (count := num_tokens(view)) is None:
         return None
-    (tokens,) = read_tokens(view)
-    assert len(tokens) == count, text
+    tokens, stops = read_tokens(view)
+    assert [len(tokens)] == stops == [count], text
     return tokens.tolist()
 
 

@@ -51,15 +51,15 @@ class Parts:
         return known
 
     def keep(self, name: Hashable, made: Tokens32 | list[Any]) -> None:
-        self.nbytes += _nbytes_of(made) - _nbytes_of(self._kept.pop(name, None))
+        if (before := self._kept.pop(name, None)) is not None:
+            self.nbytes -= _nbytes_of(before)
         self._kept[name] = made
+        self.nbytes += _nbytes_of(made)
         while self.nbytes > self._most_nbytes:
             self.nbytes -= _nbytes_of(self._kept.pop(next(iter(self._kept))))
 
 
-def _nbytes_of(made: Tokens32 | list[Any] | None) -> int:
-    if made is None:
-        return 0
+def _nbytes_of(made: Tokens32 | list[Any]) -> int:
     return _ENTRY_NBYTES + (made.nbytes if isinstance(made, np.ndarray) else _NAME_NBYTES * len(made))
 
 
@@ -116,13 +116,13 @@ class Written(Prompt):
         while (first := len(self.ends)) < to:
             last = first + _PARTS_AT_ONCE - (first - self.num_known) % _PARTS_AT_ONCE
             begin, stops = self._starts[first], self._stops[first : min(to, last)]
-            parts = read_tokens(self._text[begin : stops[-1]], [stop - begin for stop in stops[:-1]])
-            for part in parts:
-                end = self.ends[-1] if self.ends else 0
-                self._tokens[end : end + len(part)] = part
-                self.ends.append(end + len(part))
-            for name, part in zip(self.names(to)[first:], parts, strict=False):
-                self._kept.keep(name, part.copy())  # itself it would keep those that were read with it
+            read, ends = read_tokens(self._text[begin : stops[-1]], [stop - begin for stop in stops[:-1]])
+            end = self.ends[-1] if self.ends else 0
+            self._tokens[end : end + len(read)] = read
+            self.ends += [end + one for one in ends]
+            for name, stop in zip(self.names(to)[first:], self.ends[first:], strict=False):
+                self._kept.keep(name, self._tokens[end:stop].copy())  # itself it would keep all others
+                end = stop
         wanted = bisect_right(self.ends, start)
         for known, end in zip(self._known[wanted : self._apart], self.ends[wanted:], strict=False):
             self._tokens[end - len(known) : end] = known

@@ -39,34 +39,34 @@ def num_tokens(text: memoryview) -> int | None:
     return None if (eight[1:] & eight[:-1]).any() else commas + 1
 
 
-def read_tokens(text: memoryview, cuts: Sequence[int] = ()) -> list[Tokens32]:
-    """Of a text of which `num_tokens` says that it is written so, or of a part of it between two commas; cut into parts
-    at some of its commas.
+def read_tokens(text: memoryview, cuts: Sequence[int] = ()) -> tuple[Tokens32, list[int]]:
+    """Of a text of which `num_tokens` says that it is written so, or of a part of it between two commas; and how many
+    there are up to some of its commas, and in all.
 
     A token's digits are the bytes of a 64-bit word, which are added in pairs, fours and eights.
     """
     raw = np.frombuffer(text, dtype=np.uint8)
-    commas = np.flatnonzero(raw == COMMA)
+    (commas,) = (raw == COMMA).nonzero()
     space, gap = _spaces(text)
-    starts = np.append(space - gap, commas)
-    starts += gap
-    lengths = np.append(commas, len(raw))
-    lengths -= starts
+    starts = np.empty(len(commas) + 2, dtype=np.int64)  # in bits, the last one of a token behind the text
+    np.add(commas, gap, out=starts[1:-1])
+    starts[0], starts[-1] = space, len(raw) + gap
+    starts <<= 3
+    others = starts[:-1] - starts[1:]
+    others += 64 + 8 * gap  # bits in 64 that are not of the token
     # Each token's 8 bytes, from two words of the text. (Reading words at any byte, NumPy copies all of the text's.)
-    every, at = np.frombuffer(b"".join((text, bytes(16 - len(text) % 8))), dtype="<u8"), starts >> 3
-    bits = ((starts & 7) << 3).view(np.uint64)
+    every, at = np.frombuffer(b"".join((text, bytes(16 - len(text) % 8))), dtype="<u8"), starts[:-1] >> 6
+    bits = (starts[:-1] & 63).view(np.uint64)
     words = every.take(at, mode="clip") >> bits  # "clip" as the quickest: all are within bounds
     words |= every[1:].take(at, mode="clip") << (64 - bits)
-    words <<= (64 - (lengths << 3)).view(np.uint64)  # what follows a token goes, and what is before its digits is 0
+    words <<= others.view(np.uint64)  # what follows a token goes, and what is before its digits is 0
     words &= _DIGITS
     for multiply, bits, mask in _PAIRS:
         words *= multiply
         words >>= bits
         words &= mask
     words *= _FOURS
-    tokens = words.view("<u4")[1::2].astype(np.uint32)
-    stops = [*(np.searchsorted(commas, cuts) + 1).tolist(), len(tokens)]
-    return [tokens[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+    return words.view("<u4")[1::2], [*(np.searchsorted(commas, cuts) + 1).tolist(), len(words)]
 
 
 def _spaces(text: memoryview) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -47,10 +48,8 @@ class Line(ABC):
         at = token // self._step
         if at >= len(self.there) or not self.there[at]:
             return token
-        try:
-            return self.there.index(0, at) * self._step
-        except ValueError:
-            return len(self.there) * self._step
+        gap = len(self.there) if all(islice(self.there, at, None)) else self.there.index(0, at)
+        return gap * self._step
 
     def is_open(self, token: int) -> bool:
         """Whether somebody may have that token and it was not looked up yet."""
