@@ -84,7 +84,7 @@ def run(folder: Path, scale: Scale, progress: Progress) -> Comparison:
 def _questions(folder: Path, scale: Scale, size: int) -> list[Row]:
     draw = np.random.default_rng(18)
     prompts = [_prompt(draw, scale.blocks * size) for _ in range(scale.prompts)]
-    with tempfile.TemporaryDirectory(dir=folder) as name, EmbeddedStore(Path(name) / "pool", 256 << 20) as store:
+    with tempfile.TemporaryDirectory(dir=folder) as name, EmbeddedStore(Path(name) / "pool", 512 << 20) as store:
         hashes = [seq_hashes(prompt.astype(np.uint32), size) for prompt in prompts]
         index = _filled(store, prompts, hashes, size, draw, scale.instances)
         asked = {"model": bench_namespace().model_name, "block_size": size}
