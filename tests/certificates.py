@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from transfer.transports.memory import Memory
+from transfer.transports.tcp import TcpTransport
+from transfer.transports.tls import Tls
 
 CAN_MAKE = shutil.which("openssl") is not None
 COMMANDS = """
@@ -21,3 +27,11 @@ def make_certificate(folder: Path) -> dict[str, str]:
     subprocess.run(["sh", "-c", COMMANDS], cwd=folder, check=True, capture_output=True)
     files = {"certificate": "peer.pem", "key": "peer.key", "authority": "authority.pem"}
     return {role: str(folder / file) for role, file in files.items()}
+
+
+@contextmanager
+def tls_process(files: dict[str, str]) -> Iterator[None]:
+    """The process that does TLS is there meanwhile, whoever closes his transports."""
+    with TcpTransport(Memory(), tls=Tls(**files)) as user:
+        user.listen()
+        yield

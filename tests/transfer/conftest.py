@@ -10,8 +10,6 @@ from simulated.nodes import Instances
 from simulated.pair import P_TABLE, Pair
 from simulated.waiting import wait_for
 
-from transfer.transports import tls
-
 
 @pytest.fixture(autouse=True)
 def each_cause_is_logged_again() -> None:
@@ -20,13 +18,9 @@ def each_cause_is_logged_again() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_does_tls_any_more() -> Iterator[None]:
-    """It stays as long as this one. Tests of other modules count children, threads and descriptors."""
+    """It ends with the last transport. Tests of other modules count children, threads and descriptors."""
     yield
-    process = tls._process
-    with process._lock:
-        process._drop()
     wait_for(lambda: all(thread.name != "mooncake-tls-process" for thread in threading.enumerate()))
-    process._reset()
 
 
 @pytest.fixture

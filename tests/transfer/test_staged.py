@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from certificates import CAN_MAKE, make_certificate
+from certificates import CAN_MAKE, make_certificate, tls_process
 from long_form import LONG
 from simulated.completion_queue import LongQueueTransport, StagedQueueTransport
 from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedShm, StagedTcp, fold_on_device
@@ -77,7 +77,8 @@ class TestTcpWithTls(StagedConformance):
 
     @pytest.fixture
     def options(self, certificate):
-        return {"tls": certificate, "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+        with tls_process(certificate):
+            yield {"tls": certificate, "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
 
 
 class TestShm(StagedConformance):

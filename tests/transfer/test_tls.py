@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 import pytest
-from certificates import CAN_MAKE, make_certificate
+from certificates import CAN_MAKE, make_certificate, tls_process
 
 from transfer.control.handshake import Identity
 from transfer.testing.conformance import TransportConformance
@@ -37,7 +37,8 @@ class TestTcpWithTls(TransportConformance):
 
     @pytest.fixture
     def options(self, authorities):
-        return {"tls": authorities[0], "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+        with tls_process(authorities[0]):
+            yield {"tls": authorities[0], "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
 
 
 def connect(listener_tls, tls):

@@ -27,7 +27,7 @@ from transfer.testing.process import Process
 from transfer.testing.waiting import outcome_of
 from transfer.transports import tls as tls_
 from transfer.transports import tls_relay
-from transfer.transports.base import Cause, Unavailable
+from transfer.transports.base import Cause, TransferError, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.network import decode_endpoint
 from transfer.transports.tcp import TcpTransport
@@ -48,8 +48,6 @@ def anew(monkeypatch):
     monkeypatch.setattr(tls_, "_process", own)
     monkeypatch.setattr(log, "_seen", set())
     yield own
-    if own._control is not None:
-        own._control.close()
     wait_for(lambda: not helpers())
     wait_for(lambda: "mooncake-tls-process" not in [thread.name for thread in threading.enumerate()])  # it has logged
 
@@ -133,6 +131,27 @@ def test_killed_at_any_moment_it_costs_its_streams_and_nothing_hangs(stack, file
     pair.connect()
     assert outcome_of(pair.write()).ok
     wait_for(lambda: len(helpers()) == 1)  # none is left that nobody has waited for
+
+
+def test_it_ends_with_the_last_transport_and_that_is_no_fault(files, caplog):
+    for _ in range(2):  # the next one starts it again at once
+        with TcpTransport(Memory(), tls=Tls(**files)) as sender:
+            with TcpTransport(Memory(), tls=Tls(**files)) as there:
+                assert sender.connect(there.listen(), deadline_s=60).alive
+                helper = running()
+            assert running() == helper
+        wait_for(lambda: not helpers())
+    wait_for(lambda: "mooncake-tls-process" not in [thread.name for thread in threading.enumerate()])
+    assert sender.take_counts() == {} and not [record for record in caplog.records if "ended" in record.getMessage()]
+
+
+def test_a_connection_keeps_it_as_a_transport_does(files):
+    near, far = socket.socketpair()
+    with far, TcpTransport(Memory(), tls=Tls(**files)):
+        channel = Tls(**files).secure(near, server=True)
+    assert running()
+    channel.close()
+    wait_for(lambda: not helpers())
 
 
 def test_its_end_is_counted_and_logged_once(stack, files, caplog):
@@ -410,6 +429,21 @@ def test_a_key_that_is_locked_meanwhile_is_refused_and_others_go_on(stack, files
     assert pair.connect().alive
 
 
+@pytest.mark.parametrize("role", ["certificate", "key", "authority"])
+def test_a_pipe_is_no_file_also_where_it_took_the_place_of_one(stack, files, tmp_path, role):
+    """Who opens one waits until somebody writes to it."""
+    copies = copied(files, tmp_path)
+    pair = Pair(stack, files)
+    sender = stack.enter_context(TcpTransport(Memory(), tls=Tls(**copies)))
+    os.unlink(copies[role])
+    os.mkfifo(copies[role])
+    with pytest.raises(TransferError, match=f"{copies[role]} is no regular file"):
+        TcpTransport(Memory(), tls=Tls(**copies))
+    with pytest.raises(Unavailable, match=f"{copies[role]} is no regular file"):
+        sender.connect(pair.endpoint, deadline_s=60)
+    assert pair.connect().alive
+
+
 def copied(files, folder):
     copies = {}
     for role, path in files.items():
@@ -529,7 +563,7 @@ def open_files(pid):
 def test_it_inherits_nothing_but_its_control_socket(stack, files, tmp_path):
     secret = stack.enter_context((tmp_path / "secret").open("w"))
     os.set_inheritable(secret.fileno(), True)
-    tls_._process.start()
+    stack.enter_context(TcpTransport(Memory(), tls=Tls(**files))).listen()
     helper = running()
     wait_for(lambda: "_ssl" in Path(f"/proc/{helper}/maps").read_text())  # it runs
     wait_for(lambda: open_files(helper) == ["/memfd", "/memfd", "socket"])  # and has opened what it imports

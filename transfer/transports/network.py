@@ -23,7 +23,7 @@ from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import Stream
-from transfer.transports.tls import Tls, start_tls, take_ends_of_tls
+from transfer.transports.tls import Tls, hold_tls, release_tls, start_tls, take_ends_of_tls
 
 FURTHER_PATH_S = 2.0
 """How long a path is tried where another is connected already: one that swallows everything must not hold that up."""
@@ -93,10 +93,16 @@ class NetworkTransport(SocketTransport):
         if tls is not None:
             tls.context(server=True)  # what is wrong with its files is said here
             self._tls = tls.absolute()
+            hold_tls(self)
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> NetworkTransport:
         return cls(memory, options.identity, hosts=options.hosts, tls=options.tls, place=options.place)
+
+    def close(self) -> None:
+        super().close()
+        if self._tls is not None:
+            release_tls(self)
 
     def take_counts(self) -> Mapping[str, Mapping[str, int]]:
         ends = take_ends_of_tls() if self._tls is not None else {}

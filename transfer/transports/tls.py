@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.transports import tls_relay
@@ -87,7 +88,8 @@ class SecuredChannel(Channel):
 
 
 class TlsProcess:
-    """The process that does TLS for this one, started when it is first needed. Safe to use from any thread."""
+    """The process that does TLS for this one, from the first need of it until its last user and connection are closed.
+    Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._reset()
@@ -95,6 +97,7 @@ class TlsProcess:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
+        self._users = WeakSet[object]()
         self._numbers = itertools.count()
         self._open: dict[int, OSError | None] = {}
         """Connections by number, with what was said of their end."""
@@ -102,6 +105,17 @@ class TlsProcess:
         """How the last one ended."""
         self._pause_s = self._not_before = 0.0
         self._ends: Counter[str] = Counter()
+
+    def hold(self, user: object) -> None:
+        """See `hold_tls`."""
+        with self._lock:
+            self._users.add(user)
+
+    def release(self, user: object) -> None:
+        """See `release_tls`."""
+        with self._lock:
+            self._users.discard(user)
+            self._end_unused()
 
     def start(self) -> None:
         """See `start_tls`."""
@@ -136,6 +150,7 @@ class TlsProcess:
         with self._lock:
             self._listen()  # what is said of closed ones must not fill the socket
             self._open.pop(number, None)
+            self._end_unused()
 
     def take_ends(self) -> Mapping[str, int]:
         """See `take_ends_of_tls`."""
@@ -146,6 +161,10 @@ class TlsProcess:
             return ends
         finally:
             self._lock.release()
+
+    def _end_unused(self) -> None:
+        if not self._users and not self._open:
+            self._drop()
 
     def _hand_over(self, order: bytes, descriptors: list[int]) -> None:
         try:
@@ -200,6 +219,8 @@ class TlsProcess:
             file.seek(0)
             last = (file.read(1 << 16).decode(errors="replace").strip().splitlines() or [""])[-1]
         with self._lock:
+            if status == 0 and self._control is not control:  # it was let go
+                return
             how = f"signal {-status}" if status < 0 else f"status {status}"
             self._ends[how] += 1
             ended = self._ended = f"ended ({how}{last and ': ' + last})"
@@ -255,6 +276,16 @@ os.register_at_fork(
     after_in_parent=lambda: _process.after_fork_in_parent(),
     after_in_child=lambda: _process.after_fork_in_child(),
 )
+
+
+def hold_tls(user: object) -> None:
+    """From now on the process that does TLS stays, once it is there, until each user has released it."""
+    _process.hold(user)
+
+
+def release_tls(user: object) -> None:
+    """This user is through with it, and its connections are closed."""
+    _process.release(user)
 
 
 def start_tls() -> None:

@@ -19,6 +19,7 @@ import resource
 import select
 import socket
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -50,6 +51,9 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 def make_context(certificate: str, key: str, authority: str, *, server: bool) -> ssl.SSLContext:
     """Of one side. Raises OSError or ValueError for files that cannot be used."""
+    for path in (certificate, key, authority):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe waits for who writes to it
+            raise ValueError(f"{path} is no regular file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
