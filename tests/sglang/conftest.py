@@ -13,6 +13,8 @@ import pytest
 from causes import forget_causes
 from faults import Faults, faulty_opening
 from instances import open_storage
+from pd_cases import tidied
+from pd_instances import Pair, running
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 import store_client.open
@@ -27,6 +29,26 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_backend.stored_pool._LOOKUP_HANGS_S", 60.0)
     monkeypatch.setattr("sglang_backend.hicache._CLEAR_S", 60.0)
     monkeypatch.setattr("sglang_backend.hicache._CLOSE_S", 60.0)
+
+
+@pytest.fixture(scope="module")
+def pd_settings() -> Iterator[None]:
+    """SGLang's for prefill and decode apart, and ours."""
+    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=60):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(pd_settings: None) -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tidy(pair: Pair) -> Iterator[Pair]:
+    with tidied(pair):
+        yield pair
 
 
 @pytest.fixture

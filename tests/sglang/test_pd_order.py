@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from pd_cases import P_PAGES, Case, fill
-from pd_instances import PAGE, Pair, Prefill, running
+from pd_instances import PAGE, Pair, Prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 from simulated.waiting import wait_for
 
@@ -31,14 +30,6 @@ class Event:
     def synchronize(self) -> None:
         self.waited += 1
         assert self.reached.wait(120)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=60):
-        made = Pair()
-        yield made
-        made.close()
 
 
 @pytest.fixture

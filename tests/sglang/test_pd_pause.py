@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
 from types import MethodType, SimpleNamespace
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 from pd_cases import D_PAGES
-from pd_instances import PAGE, PREFILL, Decode, Pair, Prefill, check, running
+from pd_instances import PAGE, PREFILL, Decode, Pair, Prefill, check
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req
@@ -96,14 +94,6 @@ class Instance:
             kv = torch.randn(len(requests[0]), *by_page.shape[1:])
             for pages in requests:
                 by_page[pages] = kv.to(each.dtype)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=20):
-        made = Pair()
-        yield made
-        made.close()
 
 
 def test_pages_that_are_sent_in_a_pause_are_those_that_the_request_keeps(pair: Pair) -> None:

@@ -13,24 +13,13 @@ from typing import Any, ClassVar
 import pd_instances
 import pytest
 from pd_cases import D_PAGES, P_PAGES, Case, hand_over, tidied
-from pd_instances import DECODE, PREFILL, Decode, Instance, Pair, Prefill, free_port, running, start_bootstrap
+from pd_instances import DECODE, PREFILL, Decode, Instance, Pair, Prefill, free_port, start_bootstrap
 from sglang.srt.disaggregation.base.conn import KVPoll
 from simulated.waiting import wait_for
 
 from sglang_backend.pd.requests import MooncakeConnectorKVReceiver
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _settings() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=20):
-        yield
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("pd_settings")
 
 
 def why(request: Prefill | Decode) -> str:

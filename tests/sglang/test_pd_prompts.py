@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pd_cases import D_PAGES, P_PAGES, fill, tidied
-from pd_instances import DECODE, Decode, Instance, Pair, Prefill, check, running
+from pd_cases import D_PAGES, P_PAGES, fill
+from pd_instances import DECODE, Decode, Instance, Pair, Prefill, check
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
@@ -127,20 +126,6 @@ class TestTheHooks:
         assert not any(target.path in HookRegistry._hooks for target in prompts.TARGETS)
         (found,) = [check for check in doctor.run() if check.name == "PD prompts"]
         assert found.status is Verdict.WARNING and gone.path in found.detail
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=120):
-        made = Pair()
-        yield made
-        made.close()
-
-
-@pytest.fixture
-def tidy(pair: Pair) -> Iterator[Pair]:
-    with tidied(pair):
-        yield pair
 
 
 def of(tokens: list[int], make: Any, *args: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from long_form import LONG
-from pd_cases import P_PAGES, Case, hand_over, tidied
-from pd_instances import Decode, Pair, Prefill, check, running
+from pd_cases import P_PAGES, Case, hand_over
+from pd_instances import Decode, Pair, Prefill, check
 from prometheus_client import REGISTRY
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
@@ -22,19 +22,6 @@ from transfer.control.directory import Address
 from transfer.transports import cma
 
 
-@pytest.fixture(scope="module")
-def settings() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=20):
-        yield
-
-
-@pytest.fixture(scope="module")
-def pair(settings: None) -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("chunks", [(), (1, 2, 1), (4, 0)])
 def test_handed_over(pair, chunks):
     hand_over(pair, *chunks)
@@ -43,12 +30,6 @@ def test_handed_over(pair, chunks):
 @pytest.mark.parametrize("prefix", [1, 3])
 def test_prefix(pair, prefix):
     hand_over(pair, 2, 2, prefix=prefix)
-
-
-@pytest.fixture
-def tidy(pair: Pair) -> Iterator[Pair]:
-    with tidied(pair):
-        yield pair
 
 
 @pytest.mark.parametrize("moment", Case.MOMENTS)
