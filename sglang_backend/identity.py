@@ -167,6 +167,9 @@ def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -
         own["attn_cp"] = [storage.attn_cp_rank, storage.attn_cp_size]
     if storage.dcp_size > 1:
         own["dcp"] = [storage.dcp_rank, storage.dcp_size]
+    if args.enable_deterministic_inference:  # bit by bit what the same kernels give, and sums over as many ranks
+        backends = [str(args.attention_backend), str(args.prefill_attention_backend)]
+        own["deterministic"] = [*backends, str(args.rl_on_policy_target), args.tp_size]
     for setting in ("modelopt_quant", "quantize_and_serve"):
         if getattr(args, setting, None):
             own[setting] = str(getattr(args, setting))

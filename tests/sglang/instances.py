@@ -89,8 +89,7 @@ def server(name: str, **arguments: Any) -> Iterator[ServerArgs]:
         model_path=str(checkpoint(name)),
         device="cpu",
         dtype="bfloat16",
-        attention_backend="torch_native",
-        **{"page_size": 64, **arguments},
+        **{"page_size": 64, "attention_backend": "torch_native", **arguments},
     )
     runtime_context.publish(published, role="scheduler")
     try:

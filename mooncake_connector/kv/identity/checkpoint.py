@@ -38,8 +38,14 @@ def checkpoint_path(name: str, revision: str | None) -> Path:
 def weights_digest(name: str, revision: str | None, load_format: str = "auto") -> str:
     """Digest of what an engine loads; weights that it makes up at start ("dummy") nobody else has.
 
-    Raises ModelIdentityError as `checkpoint_path` and `model_digest` do.
+    Raises ModelIdentityError as `checkpoint_path` and `model_digest` do, and for weights that come from the memory of
+    another instance (SGLang's "remote_instance"), where they may have been updated since it read its files.
     """
+    if load_format == "remote_instance":
+        raise ModelIdentityError(
+            f"the weights of {name!r} came from another instance, and no file says what they are: set `model_id` to a "
+            "name that changes whenever the weights do"
+        )
     if load_format == "dummy":
         return f"dummy-{uuid.uuid4().hex}"
     return model_digest(checkpoint_path(name, revision), cache_dir=default_cache_dir())

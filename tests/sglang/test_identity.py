@@ -1,0 +1,41 @@
+"""Which settings of a server give its pages another name: what the files and the shape of the memory do not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from host_pools import mha
+from instances import server, storage_config
+
+from mooncake_connector.config.schema import Config
+from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.namespace import Namespace
+from sglang_backend.host_pages import plain_format
+from sglang_backend.identity import identify
+
+
+def name_of(**arguments: Any) -> Namespace:
+    pool = mha("page_first", layers=(0, 8), dim=64, page_tokens=64, pages=8)
+    with server("qwen3", **arguments):
+        return identify(Config(), storage_config(), pool, plain_format(pool)).namespace()
+
+
+def test_deterministic_inference_takes_no_kv_that_is_equal_but_for_the_last_bits() -> None:
+    settings = {"attention_backend": "triton", "enable_deterministic_inference": True}
+    plain, deterministic = name_of(attention_backend="triton"), name_of(**settings)
+    assert plain.engine_overrides == "", "shared with vLLM"
+    assert deterministic.digest != plain.digest
+    assert deterministic.digest == name_of(**settings).digest
+    assert deterministic.digest != name_of(**settings, tp_size=2).digest
+
+
+def test_weights_from_the_memory_of_another_instance_have_not_the_name_of_the_files() -> None:
+    """They are those of a seed instance, which may have been updated since it read the same files."""
+    seed = {
+        "remote_instance_weight_loader_seed_instance_ip": "127.0.0.1",
+        "remote_instance_weight_loader_seed_instance_service_port": 1,
+        "remote_instance_weight_loader_send_weights_group_ports": [2],
+    }
+    with pytest.raises(ModelIdentityError, match=r"another instance.*set `model_id`"):
+        name_of(load_format="remote_instance", **seed)
