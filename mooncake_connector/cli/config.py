@@ -13,6 +13,7 @@ from mooncake_connector.cli.columns import sheet
 from mooncake_connector.cli.output import Json, command_group, print_json, print_table, typed_path, width
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_settings
+from mooncake_connector.config.tiers import TierSettings
 from mooncake_connector.config.together import Setting
 from mooncake_connector.config.values import shown
 from mooncake_connector.errors import ConfigError, PoolError
@@ -115,7 +116,9 @@ def _parsed(text: str, option: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, TierSettings):
+        return {"kind": value.kind} | {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    return str(value) if isinstance(value, Path) else [*map(_plain, value)] if isinstance(value, tuple) else value
 
 
 def _text(setting: Setting, values: Mapping[str, Any]) -> str:
@@ -125,7 +128,7 @@ def _text(setting: Setting, values: Mapping[str, Any]) -> str:
     if setting.name == "capacity":
         return human_nbytes(value)
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(each.title if isinstance(each, TierSettings) else each for each in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -43,6 +43,15 @@ def test_every_field_is_there_with_its_value_and_source(sources):
     assert found["load_deadline_s"] == {"value": 5.0, "source": "default"}
 
 
+def test_tiers_are_shown_by_name_and_with_all_their_fields_in_json(monkeypatch):
+    tiers = [{"kind": "disk", "name": "nvme", "path": "/nvme/kv/disk", "capacity": "1TiB"}, "mooncake"]
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_TIERS", json.dumps(tiers))
+    disk, mooncake = settings()["tiers"]["value"]
+    assert disk.items() >= {"kind": "disk", "path": "/nvme/kv/disk", "capacity": 1 << 40, "write": "all"}.items()
+    assert mooncake["kind"] == "mooncake" and mooncake["master"] is None
+    assert re.search("^tiers +nvme, mooncake  +MOONCAKE_CONNECTOR_TIERS$", show().stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["c.toml", "c.yaml"])
 def test_the_line_of_a_file_is_named(tmp_path, monkeypatch, name):
     path = tmp_path / name
