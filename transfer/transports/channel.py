@@ -31,6 +31,8 @@ class Channel:
         self.socket = connection
         self.descriptor = connection.fileno()
         self.settimeout = connection.settimeout
+        self.version = 0
+        """That both ends speak, at the end that connects, once they have shaken hands."""
         self._waiting_calls = 0
         self._flags = 0
 

@@ -84,8 +84,8 @@ class Fetcher(ABC):
     num_lanes: int = 1
     """Ways that fetches take beside each other, each with a share of what there is of stages."""
     is_stepwise: bool = False
-    """Whether it writes within `start` and `go_on` only, in steps of some milliseconds, each with `fetch.held.lock`
-    taken and while it is not `revoked`. The grant of any other fetch is held until that is over."""
+    """Whether it writes in steps of some milliseconds, each with `fetch.held.lock` taken and while it is not `revoked`,
+    or while it holds the grant by itself. The grant of any other fetch is held until that is over."""
 
     def greeting(self) -> bytes:
         """Said to the sender when its `_prepare` asks by `GREET`, where `greets`. Raises OSError, TransferError."""

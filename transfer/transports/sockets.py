@@ -152,7 +152,9 @@ class SocketTransport(Transport):
 
     def _shake(self, channel: Channel, instance: bytes, deadline_at: float) -> None:
         """Raises Unavailable, OSError; see `handshake.insist`."""
-        shake(channel, Client(self.identity, self.name, instance), deadline_at)
+        client = Client(self.identity, self.name, instance)
+        shake(channel, client, deadline_at)
+        channel.version = client.version
 
     def _forget(self, peer: SendingPeer) -> None:
         with self._lock:

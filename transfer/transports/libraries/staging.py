@@ -1,7 +1,7 @@
 """Reads by a library that cannot be called back: into staging, and scattered once they are complete.
 
-What an order names is copied to its place under the lock of its grant and while that is not revoked, so revoking holds
-whatever the library still does. Staging of a read that failed may be written at any time: it is never used again.
+What an order names is copied to its place while its grant is held, which one that is revoked cannot be, so revoking
+holds whatever the library still does. Staging of a read that failed may be written at any time: it is never used again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from transfer.transports.cuda.landing import land
 from transfer.transports.cuda.stage import Stages
 from transfer.transports.libraries.reader import Reader
 from transfer.transports.pull import Fetch, Fetcher
-from transfer.transports.vectors import copy_out
-from transfer.transports.wire import CopyStatus
+from transfer.transports.vectors import Pieces, copy_out
+from transfer.transports.wire import MAX_ORDER_PIECES, CopyStatus
 
 logger = get_logger(__name__)
 
 SLOT_NBYTES = 8 << 20
 NUM_WORKERS = 2
 """Of a peer: one waits for the library while the other scatters what has come."""
+_MIN_PART_NBYTES = 1 << 20
+"""Of an order of which each worker has a share."""
 
 
 class Slot:
-    """Memory for one order."""
+    """Memory for what is read at once."""
 
     def __init__(self, reader: Reader) -> None:
         """Raises TransferError, OSError."""
@@ -68,43 +70,94 @@ class Staging:
         self._condemned.append(slot)
 
 
+class _Writer:
+    """A worker while it writes granted memory, for some milliseconds: with the lock taken and the grant held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """See `memory.Holder`: it is over soon."""
+
+    cut_off = cancel
+
+
+class _Order:
+    """What is left of one, of which each worker takes a part at a time.
+
+    A marked one is read at once, since its bytes are looked at in their order; no sender marks one that is longer.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        pieces, most = fetch.pieces, SLOT_NBYTES
+        if fetch.passing is None:
+            most = min(most, max(-(-pieces.total // NUM_WORKERS), _MIN_PART_NBYTES))
+        self.fetch = fetch
+        self.parts = pieces.slices(most, MAX_ORDER_PIECES)
+        self.passing = fetch.passing if pieces.total <= most else None
+        self.to_begin = self.to_end = pieces.total
+        """Bytes."""
+        self.status = CopyStatus.OK
+        """Of the parts that are over."""
+
+
 class StagedFetcher(Fetcher):
     """Fetches from one peer, in threads of its own."""
 
-    is_stepwise = True  # it writes under the grant's lock, though not in the receiving thread
+    is_stepwise = True  # it holds the grant itself, for each step
     max_under_way = 8
 
     def __init__(self, name: str, reader: Reader, staging: Staging, stages: Stages | None = None) -> None:
         """`stages` are for granted memory that is on a device."""
         self._name, self._reader, self._staging, self._stages = name, reader, staging, stages
-        self._waiting: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
-        self._writing = threading.Lock()
-        """Held while granted memory is written."""
+        self._waiting: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._is_closed = False
         self._workers: list[threading.Thread] = []
+        self._writers: list[_Writer] = []
         self._meeting = threading.Lock()
         """Guards what follows."""
         self._names: dict[bytes, str] = {}
         """Of what the peer said of itself, which changes with what it has registered."""
         self._num_ended = 0
+        self._landing = threading.Lock()
+        """So that one stage is enough."""
+        self._counting = threading.Lock()
+        """Guards what is left of orders."""
 
     def start(self, fetch: Fetch) -> CopyStatus | None:
-        if len(self._workers) < NUM_WORKERS:
-            worker = threading.Thread(target=self._work, name=f"mooncake-{self._name}-read", daemon=True)
+        while len(self._workers) < NUM_WORKERS:
+            writer = _Writer()
+            worker = threading.Thread(
+                target=self._work, args=(writer,), name=f"mooncake-{self._name}-read", daemon=True
+            )
             worker.start()
             self._workers.append(worker)
-        self._waiting.put(fetch)
+            self._writers.append(writer)
+        self._waiting.put(_Order(fetch))
         return None
 
     def close(self) -> None:
-        with self._writing:
-            self._is_closed = True
-        for _ in self._workers:
-            self._waiting.put(None)
+        self._is_closed = True
+        for writer in self._writers:
+            with writer.lock:
+                self._waiting.put(None)
 
-    def _work(self) -> None:
-        while (fetch := self._waiting.get()) is not None:
-            fetch.done(self._fetch(fetch))
+    def _work(self, writer: _Writer) -> None:
+        while (order := self._waiting.get()) is not None:
+            part = next(order.parts)
+            order.to_begin -= part.total
+            if order.to_begin:  # behind others: each has its turn
+                self._waiting.put(order)
+            status = order.status
+            if status is CopyStatus.OK:
+                status = self._fetch(order, part, writer)
+            with self._counting:
+                order.to_end -= part.total
+                is_over = not order.to_end
+                if status is not CopyStatus.OK:
+                    order.status = status
+            if is_over:
+                order.fetch.done(order.status)
         self._end()
 
     def _end(self) -> None:
@@ -119,11 +172,11 @@ class StagedFetcher(Fetcher):
     def _is_wanted(self, fetch: Fetch) -> bool:
         return not self._is_closed and fetch.held is not None and not fetch.held.revoked
 
-    def _fetch(self, fetch: Fetch) -> CopyStatus:
-        if not self._is_wanted(fetch):
+    def _fetch(self, order: _Order, part: Pieces, writer: _Writer) -> CopyStatus:
+        if not self._is_wanted(order.fetch):
             return CopyStatus.NO_GRANT
         try:
-            return self._read(fetch)
+            return self._read(order, part, writer)
         except Exception as error:  # also a library's own must not end the thread
             log_once(
                 f"transfer.{self._name}:{type(error).__name__}:{kind_of(str(error))}",
@@ -132,32 +185,34 @@ class StagedFetcher(Fetcher):
             )  # fmt: skip
             return CopyStatus.UNREADABLE
 
-    def _read(self, fetch: Fetch) -> CopyStatus:
-        pieces = fetch.pieces
-        name = self._source(fetch.attachment)
+    def _read(self, order: _Order, part: Pieces, writer: _Writer) -> CopyStatus:
+        name = self._source(order.fetch.attachment)
         slot = self._staging.take()
         try:
-            sizes: Int64 = np.asarray(pieces.nbytes, dtype=np.int64)
-            self._reader.read(name, pieces.local, slot.address + sizes.cumsum() - sizes, pieces.nbytes)
+            sizes: Int64 = np.asarray(part.nbytes, dtype=np.int64)
+            self._reader.read(name, part.local, slot.address + sizes.cumsum() - sizes, part.nbytes)
         except BaseException:
             self._staging.condemn(slot)
             raise
         try:
-            return self._scatter(fetch, slot)
+            with writer.lock:
+                return self._scatter(order, part, slot, writer)
         finally:
             self._staging.give_back(slot)
 
-    def _scatter(self, fetch: Fetch, slot: Slot) -> CopyStatus:
-        assert fetch.held is not None
-        pieces = fetch.pieces
-        with self._writing:
-            if self._stages is not None and self._is_wanted(fetch):
-                columns = [pieces.remote, pieces.nbytes]
-                return land(self._stages, slot.address, columns, fetch.held, fetch.passing)
-            with fetch.held.lock:
-                if not self._is_wanted(fetch):
-                    return CopyStatus.NO_GRANT
-                copy_out(slot.address, pieces.remote, pieces.nbytes)
+    def _scatter(self, order: _Order, part: Pieces, slot: Slot, writer: _Writer) -> CopyStatus:
+        held = order.fetch.held
+        if held is None or not self._is_wanted(order.fetch):
+            return CopyStatus.NO_GRANT
+        if self._stages is not None:
+            with self._landing:
+                return land(self._stages, slot.address, [part.remote, part.nbytes], held, order.passing)
+        if not held.hold(writer):  # its lock would let only one worker copy
+            return CopyStatus.NO_GRANT
+        try:
+            copy_out(slot.address, part.remote, part.nbytes)
+        finally:
+            held.let_go(writer)
         return CopyStatus.OK
 
     def _source(self, origin: bytes) -> str:
