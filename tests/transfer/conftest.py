@@ -1,14 +1,27 @@
 """Instances and pairs of them, which are closed after the test."""
 
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from causes import forget_causes
+from certificates import make_certificate
+from simulated.cuda_driver import LIBRARY, Library
+from simulated.gpudirect import cards_and_devices
 from simulated.nodes import Instances
 from simulated.pair import P_TABLE, Pair
+from simulated.tls_process import helpers
+from simulated.verbs import Fabric
 from simulated.waiting import wait_for
+
+from mooncake_connector import log
+from transfer.transports import tls
+
+TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +34,44 @@ def no_process_does_tls_any_more() -> Iterator[None]:
     """It ends with the last transport. Tests of other modules count children, threads and descriptors."""
     yield
     wait_for(lambda: all(thread.name != "mooncake-tls-process" for thread in threading.enumerate()))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a peer, for TLS."""
+    return make_certificate(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test begins without a process that does TLS, and with nothing logged or counted."""
+    monkeypatch.setattr(tls, "_process", tls.TlsProcess())
+    monkeypatch.setattr(log, "_seen", set())
+    yield
+    wait_for(lambda: not helpers())
+    wait_for(lambda: "mooncake-tls-process" not in [thread.name for thread in threading.enumerate()])  # it has logged
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    """The stand-in for CUDA's driver, without a past; other processes find it as well."""
+    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+    LIBRARY.__init__()
+    yield LIBRARY
+    assert not LIBRARY.contexts and not LIBRARY.locked and not LIBRARY._queues, "all is given back"
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fabric]:
+    """Cards, and devices whose memory they reach."""
+    with cards_and_devices(monkeypatch, tmp_path) as fabric:
+        yield fabric
 
 
 @pytest.fixture

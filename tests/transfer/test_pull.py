@@ -1,7 +1,6 @@
 """Fetches that end when the test lets them: who waits for them, and who does not."""
 
 import threading
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -111,12 +110,6 @@ class Pair:
         threading.Thread(target=run, daemon=True).start()
         wait_for(lambda: self.there.granted(self.grant.key) is None or self.there.granted(self.grant.key).revoked)
         return returned, raised
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

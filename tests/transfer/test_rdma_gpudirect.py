@@ -5,74 +5,36 @@ The processor cannot touch the stand-in's device memory here, and what a card wr
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import mmap
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from long_form import LONG
 from simulated.cuda_driver import LIBRARY, DeviceRdma, SealedBuffer, fold_on_device
+from simulated.gpudirect import num_descriptors
 from simulated.verbs import Fabric
 from simulated.waiting import wait_for
 
-from mooncake_connector.cli import doctor_rdma
 from mooncake_connector.config.schema import Config
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
-from transfer.transports.base import Cause, Region, Unavailable
+from transfer.transports.base import Cause, Region
 from transfer.transports.cuda import direct
-from transfer.transports.cuda.direct import whole_pages
-from transfer.transports.cuda.driver import (
-    DMA_BUF_SUPPORTED,
-    FLUSH_OPTIONS,
-    WRITES_ORDERING,
-    CudaError,
-    Driver,
-    system_driver,
-)
-from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
+from transfer.transports.cuda.driver import DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING
+from transfer.transports.cuda.stage import STAGE_NBYTES
 from transfer.transports.memory import Memory
-from transfer.transports.rdma.gpudirect import DeviceRegions
-from transfer.transports.rdma.opened import OpenRails
 from transfer.transports.rdma.sending import RailEncoder
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.stream import Slice
 
-FAST = 1e12
 NBYTES = 9 * MIB + 5
 
-
-def num_descriptors() -> int:
-    """Open ones of dma-bufs."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            count += "dma-buf" in os.readlink(f"/proc/self/fd/{name}")
-    return count
-
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Fabric]:
-    """Two cards; the device's writes need a flush, and the kernel has no nvidia_peermem."""
-    LIBRARY.__init__()
-    LIBRARY.attributes[DMA_BUF_SUPPORTED] = 1
-    monkeypatch.setattr(direct, "PEER_MEMORY", tmp_path / "nvidia_peermem")
-    fabric = Fabric(monkeypatch, [FAST, FAST])
-    yield fabric
-    fabric.close()
-    assert not LIBRARY.contexts and not LIBRARY.locked and not LIBRARY.slabs and not LIBRARY._queues
-    assert not LIBRARY.on_their_way, "a grant ended while bytes for it were on their way"
-    assert num_descriptors() == 0, "whoever registers a dma-buf closes its descriptor"
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 @pytest.fixture
@@ -118,7 +80,7 @@ class TestThroughStages(DeviceConformance):
     """None of it."""
 
     @pytest.fixture(autouse=True)
-    def without(self) -> Iterator[None]:
+    def without(self, stand_ins: Fabric) -> Iterator[None]:
         LIBRARY.attributes[DMA_BUF_SUPPORTED] = 0
         yield
         assert not LIBRARY.dma_bufs and not LIBRARY.calls["cuFlushGPUDirectRDMAWrites"]
@@ -193,30 +155,6 @@ def test_a_region_is_registered_with_every_card_for_its_own_bytes_and_once(
     assert [list(rail.card._registered) for rail in sides.sender._rails.all] == [
         [rail.card.cells.region] for rail in sides.sender._rails.all
     ]
-
-
-@given(st.integers(0, 1 << 46), st.integers(1, 1 << 40), st.sampled_from([4096, 16384, 65536]))
-def test_the_pages_of_a_region_hold_it_and_none_of_them_is_without_it(address: int, nbytes: int, page: int) -> None:
-    start, size = whole_pages(Region(address, nbytes), page)
-    assert start % page == size % page == 0
-    assert start <= address < start + page
-    assert start + size - page < address + nbytes <= start + size
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=8), st.integers(0, 50), st.integers(1, 9))
-def test_pieces_are_direct_where_one_registered_region_holds_each(
-    wanted: list[tuple[int, int]], place: int, nbytes: int
-) -> None:
-    regions = DeviceRegions.__new__(DeviceRegions)
-    apart: list[Region] = []
-    for start, size in wanted:
-        if all(start + size <= one.address or one.address + one.nbytes <= start for one in apart):
-            apart.append(Region(start, size))
-    regions._set(apart)
-    inside = any(one.address <= place and place + nbytes <= one.address + one.nbytes for one in apart)
-    for columns in (([place], [nbytes]), (int64(place), int64(nbytes))):
-        assert regions.cover(*columns) is inside
-        assert regions.cover_first(*columns) is inside
 
 
 @pytest.mark.parametrize(
@@ -432,78 +370,3 @@ def test_slices_for_several_rails_are_as_large_from_stages_as_they_may_be(
     write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S)
     assert outcome_of(write).ok and np.array_equal(target.bytes, source.bytes)
     assert slices == ([5 * MIB] * 8 if is_direct else [STAGE_NBYTES] * 10)
-
-
-@pytest.mark.parametrize("lacks", ["", "dma-buf", "way", "driver", "off"])
-def test_doctor_says_what_cards_do_with_each_gpu(
-    monkeypatch: pytest.MonkeyPatch, stand_ins: Fabric, lacks: str
-) -> None:
-    def driver() -> Driver:
-        if lacks == "driver":
-            raise Unavailable("no CUDA driver")
-        return Driver(LIBRARY)
-
-    monkeypatch.setattr(doctor_rdma, "system_driver", driver)
-    LIBRARY.attributes[DMA_BUF_SUPPORTED] = int(lacks != "dma-buf")
-    stand_ins.cards["card1"].reaches_devices = lacks != "way"
-    settings = RdmaSettings.configured(Config(rdma_gpudirect="off" if lacks == "off" else "auto"))
-    found = [check for check in doctor_rdma.rdma_checks(["10.77.0.1"], settings) if check.name.startswith("GPU")]
-    if lacks == "driver":
-        assert not found
-        return
-    assert [check.name for check in found] == ["GPU 0", "GPU 1"]
-    says = {
-        "": "cards read and fill its memory by themselves (dma-buf); tried with card0, card1",
-        "dma-buf": "goes through page-locked stages: the driver exports no dma-buf",
-        "way": "goes through page-locked stages: dma-buf: card1 does not reach GPU 0: remote operation error",
-        "off": "goes through page-locked stages: rdma_gpudirect is off",
-    }[lacks]
-    assert says in found[0].detail and found[0].status == ("ok" if lacks in ("", "off") else "warning")
-
-
-def test_a_driver_older_than_gpudirect_serves_through_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        """The stand-in as a library that is loaded, without what came later."""
-
-        def __getattr__(self, name: str) -> Any:
-            if name in ("cuMemGetHandleForAddressRange", "cuFlushGPUDirectRDMAWrites"):
-                raise AttributeError(name)
-            return getattr(LIBRARY, name)
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Old())
-    driver = system_driver.__wrapped__()
-    assert driver.num_devices == 2
-    with pytest.raises(CudaError, match="too old: it has no cuMemGetHandleForAddressRange"):
-        driver.export_dma_buf(0, 0, mmap.PAGESIZE)
-    with pytest.raises(CudaError, match="too old"):
-        driver.flush_writes(0)
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_cards_are_chosen_for_a_gpu_where_they_reach_it_by_themselves(
-    monkeypatch: pytest.MonkeyPatch, stand_ins: Fabric, asks: bool
-) -> None:
-    asked: list[str] = []
-
-    def links(address: str) -> dict[str, int]:
-        asked.append(address)
-        return {"card1": 4, "card0": 6}
-
-    monkeypatch.setattr("transfer.transports.rdma.card.links_to", links)
-    settings = RdmaSettings.configured(Config(rdma_gpudirect="auto" if asks else "off"))
-    with contextlib.closing(OpenRails(["10.77.0.1"], settings, OnDevice(Driver(LIBRARY), 1))) as opened:
-        names = [rail.card.rail.device for rail in opened.all]
-    assert (asked, names) == ((["0001:17:00.0"], ["card1"]) if asks else ([], ["card0", "card1"]))
-    LIBRARY.fail["cuDeviceGetAttribute"] = 0
-    with contextlib.closing(OpenRails(["10.77.0.1"], settings, OnDevice(Driver(LIBRARY), 1))) as opened:
-        assert [rail.card.rail.device for rail in opened.all] == ["card0", "card1"]
-
-
-def test_a_page_of_the_host_is_what_the_driver_is_asked_for() -> None:
-    """It refuses others."""
-    driver, buffer = Driver(LIBRARY), SealedBuffer(3 * mmap.PAGESIZE)
-    with pytest.raises(Unavailable):
-        driver.export_dma_buf(0, buffer.address + 1, mmap.PAGESIZE)
-    with pytest.raises(Unavailable):
-        driver.export_dma_buf(0, buffer.address, 4 * mmap.PAGESIZE)
-    os.close(driver.export_dma_buf(0, buffer.address + mmap.PAGESIZE, mmap.PAGESIZE))

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates wit
 @pytest.fixture(scope="module")
 def authorities(tmp_path_factory):
     """Files of two authorities that know nothing of each other."""
-    return [make_certificate(tmp_path_factory.mktemp(name)) for name in ("ours", "others")]
+    made = [make_certificate(tmp_path_factory.mktemp(name)) for name in ("ours", "others")]
+    with tls_process(made[0]):
+        yield made
 
 
 @pytest.mark.slow
@@ -37,8 +39,7 @@ class TestTcpWithTls(TransportConformance):
 
     @pytest.fixture
     def options(self, authorities):
-        with tls_process(authorities[0]):
-            yield {"tls": authorities[0], "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+        return {"tls": authorities[0], "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
 
 
 def connect(listener_tls, tls):
