@@ -221,6 +221,8 @@ def _adapters(args: Any) -> str:
     for adapter in args.lora_paths or []:
         folder = checkpoint_path(adapter.lora_path, None)
         adapters[adapter.lora_id] = files_digest(folder, LORA_FILES, cache_dir=default_cache_dir())
+    if adapters and args.lora_target_modules:  # of an adapter for all layers SGLang leaves out what is not among them
+        adapters["target_modules"] = ",".join(sorted(args.lora_target_modules))
     return canonical_json(adapters) if adapters else ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from host_pools import mha
 from instances import server, storage_config
+from sglang.srt.lora.lora_registry import LoRARef
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
@@ -28,6 +30,16 @@ def test_deterministic_inference_takes_no_kv_that_is_equal_but_for_the_last_bits
     assert deterministic.digest != plain.digest
     assert deterministic.digest == name_of(**settings).digest
     assert deterministic.digest != name_of(**settings, tp_size=2).digest
+
+
+def test_adapters_of_which_a_part_is_left_out_have_another_name(tmp_path: Path) -> None:
+    """An adapter for "all-linear" is loaded as far as --lora-target-modules goes, with a warning."""
+    (tmp_path / "adapter_config.json").write_text('{"target_modules": "all-linear"}')
+    settings = {"lora_paths": [LoRARef(lora_id="1" * 32, lora_name="adapter", lora_path=str(tmp_path))]}
+    whole, part = name_of(**settings), name_of(**settings, lora_target_modules=["q_proj", "o_proj"])
+    assert whole.lora and whole.digest == name_of(**settings).digest
+    assert part.digest != whole.digest
+    assert part.digest == name_of(**settings, lora_target_modules=["o_proj", "q_proj"]).digest
 
 
 def test_weights_from_the_memory_of_another_instance_have_not_the_name_of_the_files() -> None:
