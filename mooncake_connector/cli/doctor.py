@@ -76,6 +76,8 @@ def running(
     if context.invoked_subcommand is not None:
         if url is not None or pool is not None:
             raise typer.BadParameter("--url and --pool are of a running server: leave the engine out")
+        if as_json:
+            raise typer.BadParameter(f"write it behind {context.invoked_subcommand}", param_hint="--json")
         return
     if url is None:
         raise typer.BadParameter("name an engine that is installed here (vllm or sglang), or --url of a running server")

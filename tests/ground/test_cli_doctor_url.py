@@ -245,6 +245,8 @@ def test_text_for_people(serve: Serve) -> None:
     assert result.exit_code == 0 and "warning missed" in result.stdout and "hit rate" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["--url", "http://127.0.0.1:9", "vllm"], ["--pool", "/x", "vllm"]])
+@pytest.mark.parametrize(
+    "arguments", [["--json"], ["--url", "http://127.0.0.1:9", "vllm"], ["--pool", "/x", "vllm"], ["--json", "rdma"]]
+)
 def test_wrong_usage(arguments: list[str]) -> None:
     assert doctor(*arguments).exit_code == 2
