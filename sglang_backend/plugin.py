@@ -177,6 +177,24 @@ def _weights_changed() -> None:
     in_memory.changed()
 
 
+def _reports_loss(release: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around a release of memory: weights of which no copy is kept are anything until they are sent again."""
+    try:
+        return release(manager, recv_req)
+    finally:
+        _lost(recv_req)
+
+
+@contained(nothing)
+def _lost(recv_req: Any) -> None:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_server_args
+
+    args, tags = get_server_args(), recv_req.tags or [GPU_MEMORY_TYPE_WEIGHTS]
+    if GPU_MEMORY_TYPE_WEIGHTS in tags and args.enable_memory_saver and not args.enable_weights_cpu_backup:
+        _weights_changed()
+
+
 @contained(nothing)
 def _empties_caches(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang flushed its own caches, or refused to since requests are running."""
@@ -254,6 +272,7 @@ TARGETS = (
     # Weights may also be written from outside, by RDMA, between the beginning and the end of an update.
     Target(f"{_WEIGHTS}.begin_weight_update", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.end_weight_update", _MANAGER_CALL, _reports_weights),
+    Target(f"{_WEIGHTS}.release_memory_occupation", _MANAGER_CALL, _reports_loss),
     Target(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self", "empty_cache"), _empties_caches, HookType.AFTER
     ),

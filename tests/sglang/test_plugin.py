@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import sglang
 from causes import forget_causes
-from instances import storage_config
+from instances import server, storage_config
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -261,6 +261,21 @@ class TestWeightUpdates:
     def test_it_is_noticed_after_the_update(self, monkeypatch, changes):
         done = plugin._reports_weights(lambda manager, request: changes.append("updated") or "answer", None, None)
         assert done == "answer" and changes == ["updated", "changed"]
+
+    @pytest.mark.parametrize(
+        ("tags", "options", "lost"),
+        [
+            (None, {"enable_memory_saver": True}, True),
+            (["weights"], {"enable_memory_saver": True}, True),
+            (["kv_cache"], {"enable_memory_saver": True}, False),
+            (["weights"], {"enable_memory_saver": True, "enable_weights_cpu_backup": True}, False),
+            (["weights"], {}, False),
+        ],
+    )
+    def test_weights_that_are_let_go_without_a_copy_are_others(self, manager, changes, tags, options, lost):
+        with server("qwen3", **options), pytest.raises(AttributeError):
+            manager.release_memory_occupation(SimpleNamespace(tags=tags))
+        assert changes == ["changed"] * lost
 
     @pytest.mark.parametrize("idle", [True, False])
     def test_a_flush_is_noticed_where_it_was_made(self, monkeypatch, changes, idle):
