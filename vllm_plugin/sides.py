@@ -96,7 +96,7 @@ class SchedulerSide:
         return held, answer
 
     def _forget_nameless(self) -> None:
-        self.pd.forget(self.prefix.take_nameless(), "its adapter or the weights were changed")
+        self.pd.forget(self.prefix.take_nameless(), "its KV may not be what its name says")
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from cases import Start, every_runner
 from other_connector import Store, beside_a_store
-from pd import PD_ONLY, PROMPT, Pair, every_order, figures, last, prefill_params, run_all
+from pd import (
+    PD_ONLY,
+    PROMPT,
+    Pair,
+    every_granularity,
+    every_order,
+    figures,
+    last,
+    prefill_params,
+    run_all,
+    transfers_of,
+)
+from runner import WrongKV
+from simulated.waiting import wait_for
 from test_surface import multi
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 NUM_TOKENS = len(PROMPT)
@@ -107,3 +121,54 @@ def test_where_another_connector_shakes_hands_first_transfers_are_left_to_it(
     both.prefill.check_answer(name)
     assert both.prefill.answers[name] is None
     both.prefill.check_at_rest()
+
+
+class Breaking(Store):
+    """Another one, whose first load is part of the step that computes the rest, and fails."""
+
+    failed: ClassVar[set[int]] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return (48, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.failed.update(blocks.get_block_ids()[0][:3])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = set(self.failed)
+        self.failed.clear()
+        return failed
+
+
+@every_granularity
+def test_what_was_computed_from_a_load_that_failed_is_not_handed_over(
+    start: Start, pool: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch, granularity: str
+) -> None:
+    """vLLM hears of the failure after the step, when all of it may have travelled, and computes the request again."""
+    monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: Breaking)
+    extra = PD_ONLY | {"granularity": granularity}
+    prefill = beside_a_store(start, folders[0], folders[0], extra=extra)
+    both = Pair(prefill, start(extra=extra))
+    runner, wrong = prefill.workers[0].runner, set[str]()
+    attend, sample = runner._attend, runner._sample
+
+    def attend_to_anything(group: Any, number: int, one: Any, part: Any) -> None:
+        try:
+            attend(group, number, one, part)
+        except WrongKV:  # it leaves what it computes as wrong as that
+            wrong.add(one.req_id)
+
+    def sample_what_is_right(one: Any) -> list[int]:
+        if one.req_id not in wrong:
+            return sample(one)
+        wrong.remove(one.req_id)
+        return []
+
+    monkeypatch.setattr(runner, "_attend", attend_to_anything)
+    monkeypatch.setattr(runner, "_sample", sample_what_is_right)
+    name = both.add_granted(PROMPT)
+    prefill.step()
+    sessions = [session for one in transfers_of(prefill) for session in one.sessions.values()]
+    wait_for(lambda: all(one.ending or (one.sent and not one.writing) for one in sessions))
+    both.finish(name, computed=NUM_TOKENS + 2)
+    assert prefill.computed(last(prefill)) == NUM_TOKENS

@@ -362,7 +362,7 @@ class PrefixScheduler:
                 continue
             tracked.loading = None
             if self._doubtful_steps and tracked.request.num_computed_tokens:
-                tracked.root = None
+                self._lose_name(tracked)
             lora = tracked.request.lora_request
             stale = self.weights.taints or (lora is not None and self._adapters.is_stale(lora))
             if stale and tracked.local_tokens:
