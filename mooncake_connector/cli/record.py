@@ -55,6 +55,8 @@ def record(
     with pool_.opened(pool) as store:
         ends_s = time.monotonic() + lasts_s
         if not store.namespaces():
+            file.touch(exist_ok=False)  # what cannot be written is said now, not when the first page comes
+            file.unlink()
             typer.echo("the pool has no pages yet: the recording begins after the first of them", err=True)
         space = _choose(store, namespace, ends_s)
         watch = Watch(identify((space.namespace.digest, space.shard)))

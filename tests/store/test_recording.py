@@ -152,6 +152,12 @@ def test_a_recording_of_a_pool_without_pages_begins_after_the_first(pool, tmp_pa
     assert [len(request.pages) for request in read_trace(file).requests] == [5]
 
 
+def test_a_recording_that_cannot_be_written_does_not_wait_for_pages(pool, tmp_path):
+    with EmbeddedStore(pool):
+        result = CliRunner().invoke(app, ["record", str(tmp_path / "none" / "r"), "--pool", str(pool), "--for", "0.3s"])
+    assert result.exit_code == 1 and "No such file or directory" in result.output and "begins" not in result.output
+
+
 def test_a_recording_of_a_pool_that_stays_without_pages_says_so_and_leaves_no_file(pool, tmp_path):
     with EmbeddedStore(pool):
         result = CliRunner().invoke(app, ["record", str(tmp_path / "r"), "--pool", str(pool), "--for", "0.3s"])
