@@ -161,8 +161,9 @@ def tiers_lines(report: Mapping[str, Any], width: int | None) -> list[str]:
 
 def tier_state(tier: Mapping[str, Any]) -> str:
     states = {tier.get("reads"), tier.get("writes")} - {"none", None}
+    notes = tier.get("notes", {})
     if states <= {"closed"}:
-        return "works, no room" if "no room" in tier.get("notes", {}) else "works"
+        return "not open" if "not open" in notes else "works, no room" if "no room" in notes else "works"
     return f"left alone ({tier.get('cause') or 'trying'})" if "open" in states else "tried again"
 
 

@@ -69,7 +69,8 @@ class LaterTier(Tier):
         )
 
     def stats(self) -> TierStats:
-        return self._now().stats()
+        tier = self._tier
+        return TierStats(notes={"not open": str(self._why)}) if tier is None else tier.stats()
 
     def tidy(self, deadline_s: float) -> None:
         self._now().tidy(deadline_s)

@@ -87,10 +87,11 @@ def test_a_tier_that_opens_late_is_given_as_many_batches_at_once_as_suit_it(stor
 
     tier.before["write"] = call
     late = LaterTier("late", open_it)
-    assert late.parallel < 4
+    assert late.parallel < 4 and "is being opened" in late.stats().notes["not open"]
     with flowing(store, (settings("late", write="all"), late)):
         opens.set()
         wait_until(lambda: late.parallel == 4)
+        assert late.stats() == tier.stats()
         wait_until(lambda: all_four.is_set() or not put_chain(space, chain(f"turn {next(turns)}", 8)))
 
 

@@ -114,3 +114,9 @@ def test_a_tier_that_cannot_grow_for_want_of_room_works_all_the_same():
     assert tables.tier_state(state) == "works"
     assert tables.tier_state(state | {"notes": {"no room": "uses 1 GiB of its capacity of 2 GiB"}}) == "works, no room"
     assert tables.tier_state(state | {"writes": "open", "cause": "full"}) == "left alone (full)"
+
+
+def test_a_tier_that_was_never_opened_and_not_asked_yet_does_not_work():
+    state = {"reads": "closed", "writes": "closed", "notes": {"not open": "tier disk: /nvme/kv is not there"}}
+    assert tables.tier_state(state) == "not open"
+    assert tables.tier_state(state | {"reads": "open", "cause": "unavailable"}) == "left alone (unavailable)"

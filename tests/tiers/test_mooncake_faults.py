@@ -59,10 +59,10 @@ def test_a_master_that_is_down_at_the_start_is_found_once_it_is_there(tiers):
     with pytest.raises(TierError, match=r"nobody listens at 127\.0\.0\.1") as caught:
         contains(tier, space, keys)
     assert caught.value.cause == "unavailable" and not caught.value.lasting
-    assert "nobody listens" in tier.stats().notes["state"]
+    assert "nobody listens" in tier.stats().notes["state"] and "nobody listens" in tier.stats().notes["not open"]
     with cluster:
         until(lambda: stored(tier, memory, keys, space), "the tier is connected")
-        assert tier.stats().notes["state"] == "connected"
+        assert tier.stats().notes["state"] == "connected" and "not open" not in tier.stats().notes
 
 
 def test_a_master_that_is_killed_and_started_again_has_forgotten_all_and_is_used(cluster, tiers):
