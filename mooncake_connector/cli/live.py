@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,13 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import printable
 from mooncake_connector.metrics.registry import PREFIX, VLLM_PREFIX
 
-_PATIENCE_S = 20.0
+_PATIENCE_S, _QUIET_S = 20.0, 3.0
 _MAX_NBYTES = 64 << 20
 _INFO_PATHS = ("/server_info", "/get_server_info")
 """Where SGLang says how it was started: today, and formerly."""
@@ -142,9 +145,26 @@ def _is_ours(family: int, address: Any) -> bool:
 
 
 def _get(url: str) -> bytes:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=_PATIENCE_S) as response:
-        body: bytes = response.read(_MAX_NBYTES)
-        return body
+    return fetch(urllib.request.Request(url), _PATIENCE_S)
+
+
+def fetch(request: urllib.request.Request, patience_s: float) -> bytes:
+    """The body of what is answered; a person who waits for it is told so. Raises OSError where it is late."""
+    ends_s, parts = time.monotonic() + patience_s, [b""]
+    note = f"waiting for {printable(request.full_url, 200)}, at most {patience_s:.0f} s"
+    waits = threading.Timer(_QUIET_S, typer.echo, (note,), {"err": True})
+    waits.daemon = True
+    waits.start()
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=patience_s) as response:
+            while (part := response.read1(_MAX_NBYTES)) and sum(map(len, parts)) < _MAX_NBYTES:
+                parts.append(part)
+                if time.monotonic() > ends_s:
+                    raise TimeoutError("the answer does not end")
+    finally:
+        waits.cancel()
+    return b"".join(parts)
 
 
 def _without_metrics(base: str, status: int) -> str:

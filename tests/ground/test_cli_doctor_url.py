@@ -5,8 +5,10 @@ Here a small HTTP server says what engines say; real ones are asked in tests/e2e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +19,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from mooncake_connector.cli import live
 from mooncake_connector.cli.live import is_here
 from mooncake_connector.cli.main import app
+from mooncake_connector.cli.why import server as why_server
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.misses import Miss
 from store_client import EmbeddedStore
@@ -243,6 +247,30 @@ def test_instances_of_one_model_that_differ(serve: Serve, pool: Path) -> None:
 def test_text_for_people(serve: Serve) -> None:
     result = doctor("--url", serve({"/metrics": figures(VLLM, 250, {"evicted": 750})}))
     assert result.exit_code == 0 and "warning missed" in result.stdout and "hit rate" in result.stdout
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["why", "prompt"]])
+def test_an_answer_that_does_not_end_is_waited_for_for_a_while_and_said(monkeypatch, command) -> None:
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"a 1\n")
+                    time.sleep(0.05)
+
+        def log_message(self, *args: Any) -> None:
+            """Says nothing."""
+
+    monkeypatch.setattr(live, "_QUIET_S", 0.1)
+    monkeypatch.setattr(live, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(why_server, "_PATIENCE_S", 1.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        result = CliRunner().invoke(app, [*command, "--url", f"http://127.0.0.1:{server.server_address[1]}"])
+        server.shutdown()
+    assert result.exit_code == 1 and "does not end" in result.output and "at most 1 s" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_connector.cli.live import NoFigures, base_of, info_of, look_at
+from mooncake_connector.cli.live import NoFigures, base_of, fetch, info_of, look_at
 from mooncake_connector.cli.why.prompt import PromptError, token_ids
 from mooncake_connector.log import printable
 
 _PATIENCE_S = 30.0
-_MAX_NBYTES = 64 << 20
 _DTYPES = {
     "half": "float16", "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float": "float32", "float32": "float32", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2",
@@ -87,9 +86,7 @@ def _json(url: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
     body = None if asked is None else json.dumps(asked).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_PATIENCE_S) as response:
-            answer = json.loads(response.read(_MAX_NBYTES))
+        answer = json.loads(fetch(request, _PATIENCE_S))
     except urllib.error.HTTPError as error:
         detail = printable(error.read(500).decode(errors="replace").strip(), 200) or error.reason
         raise PromptError(f"{url} answered {error.code}: {detail}; {_hint(error.code)}") from None
