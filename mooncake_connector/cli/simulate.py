@@ -88,6 +88,8 @@ def simulate(
         need_matplotlib()
         if not plot.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
+        if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
+            raise typer.BadParameter(f"{plot} cannot be written", param_hint="--plot")
     wanted = _typed_sizes(capacity)
     token_nbytes = read_shape(model).page_format(1, kv_dtype).nbytes
     seen = read_trace(trace)

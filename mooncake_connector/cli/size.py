@@ -56,6 +56,9 @@ def size(
     config = load_config()
     shape, page_tokens = read_shape(model), int(config.page_tokens)
     page = shape.page_format(page_tokens, kv_dtype)
+    if capacity is not None and capacity < page.nbytes:
+        said = f"{human_nbytes(capacity)} is less than a page, {human_nbytes(page.nbytes)}: give it a unit, as in 64GiB"
+        raise typer.BadParameter(said, param_hint="--capacity")
     pool_nbytes, place = (capacity, "") if capacity is not None else _pool(config)
     rank_nbytes = page.nbytes // shape.num_kv_heads * -(-shape.num_kv_heads // tp)
     figures = {

@@ -90,6 +90,7 @@ def test_without_matplotlib_a_picture_is_an_error_that_says_what_to_install(file
         (["--capacity", "1B..1TiB"], "expected a range such as"),
         (["--capacity", "9TiB"], "a pool has at most 8.0 TiB"),
         (["--plot", "/nonexistent/x.png"], "there is no folder /nonexistent"),
+        (["--plot", "/tmp"], "/tmp cannot be written"),
         (["--capacity", "1%..5%"], "expected an integer with an optional unit"),
         (["--policy", "fifo"], "is none of lru"),
         (["--kv-dtype", "int3"], "is none of bfloat16"),

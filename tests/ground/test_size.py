@@ -124,7 +124,7 @@ def test_a_pool_is_only_foretold_where_an_engine_would_make_it(tmp_path: Path) -
         assert ("in 0 B" in done.stdout) is False
 
 
-WRONG = [["--kv-dtype", "int4"], ["--capacity", "much"], ["--capacity", "0"], ["--tp", "none"]]
+WRONG = [["--kv-dtype", "int4"], ["--capacity", "much"], ["--capacity", "0"], ["--capacity", "64"], ["--tp", "none"]]
 
 
 @pytest.mark.parametrize("arguments", WRONG)
