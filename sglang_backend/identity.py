@@ -167,9 +167,11 @@ def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -
         own["attn_cp"] = [storage.attn_cp_rank, storage.attn_cp_size]
     if storage.dcp_size > 1:
         own["dcp"] = [storage.dcp_rank, storage.dcp_size]
-    if args.enable_deterministic_inference:  # bit by bit what the same kernels give, and sums over as many ranks
-        backends = [str(args.attention_backend), str(args.prefill_attention_backend)]
-        own["deterministic"] = [*backends, str(args.rl_on_policy_target), args.tp_size]
+    if args.enable_deterministic_inference:  # its bits depend on the kernels, and on how many ranks are summed over
+        kernels = [args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend]
+        own["deterministic"] = [
+            *map(str, kernels), str(args.rl_on_policy_target), args.tp_size, storage.tp_size, args.ep_size,
+        ]  # fmt: skip
     for setting in ("modelopt_quant", "quantize_and_serve"):
         if getattr(args, setting, None):
             own[setting] = str(getattr(args, setting))
@@ -188,9 +190,10 @@ def _namespace(
     if args.quantization_param_path:
         scales = Path(args.quantization_param_path)
         own["kv_scales"] = files_digest(scales.parent, (scales.name,))
+    source = "remote_instance" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
     return Namespace(
         model_name=str(args.model_path),
-        model_digest=config.model_id or weights_digest(args.model_path, args.revision, args.load_format),
+        model_digest=config.model_id or weights_digest(args.model_path, args.revision, source),
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         num_layers=model.num_hidden_layers,
         num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),

@@ -146,9 +146,9 @@ def _suit(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
     if is_ours(controller.storage_backend):
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
-        from sglang_backend.writers import have_each_host_written
+        from sglang_backend.writers import let_each_host_write
 
-        have_each_host_written(controller)
+        let_each_host_write(controller)
 
 
 @contained(nothing)

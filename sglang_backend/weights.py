@@ -1,8 +1,8 @@
 """What names the weights of this process once they are not those of the model's files any more.
 
 All ranks of a server are updated alike and empty their caches alike, each by itself. So they agree on a name without
-asking: that of the server's life, how often weights changed in it, and whether the caches were emptied since. Latent
-KV (MLA) that one rank stores is found by the others so.
+asking: that of this run of the server, how often weights changed in it, and whether the caches were emptied since. So
+latent KV (MLA) that one rank stores is found by the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mooncake_connector.kv.namespace import Namespace, private_model_digest
 from mooncake_connector.log import get_logger
 from mooncake_connector.threads import apart
 
-_KEY = "mooncake-connector: the life of this server"
+_KEY = "mooncake-connector: this run of the server"
 _ASK_S = 2.0
 """How long the ranks' common store is asked; then this process has a name of its own, and finds nothing of others."""
 
@@ -31,15 +31,16 @@ class MemoryWeights:
     later."""
 
     def __init__(self) -> None:
-        self._life = ""
+        self._run = ""
         self._changes = 0
-        self._others_left = False
-        """Whether SGLang's own caches may hold KV of other weights than these, which it stores like any other."""
+        self._digest = ""
+        """In place of that of the files, once the weights changed. Other threads read it: it is replaced at once."""
 
     def changed(self) -> None:
         """The weights in memory are no longer those of the files, or of the last change."""
-        self._life = self._life or _ask_life() or private_model_digest()
-        self._changes, self._others_left = self._changes + 1, True
+        self._run = self._run or _ask_run() or private_model_digest()
+        self._changes += 1
+        self._digest = private_model_digest(f"{self._run} {self._changes} and caches of before")
         logger.info("the weights changed in memory: pages are not shared with other instances from now on")
 
     def caches_emptied(self) -> None:
@@ -48,21 +49,21 @@ class MemoryWeights:
         An update is often made while requests run or their pages are on the way to the pool; SGLang flushes its caches
         later then, when all of these have ended.
         """
-        self._others_left = False
+        if self._changes:
+            self._digest = private_model_digest(f"{self._run} {self._changes}")
 
     def of(self, namespace: Namespace) -> Namespace:
         """`namespace`, which speaks of the model's files, or what stands for it once the weights in memory changed."""
-        if not self._changes:
-            return namespace
-        return _renamed(namespace, f"{self._life} {self._changes} {self._others_left}")
+        digest = self._digest
+        return _renamed(namespace, digest) if digest else namespace
 
 
 @lru_cache(maxsize=1)
-def _renamed(namespace: Namespace, of: str) -> Namespace:
-    return replace(namespace, model_digest=private_model_digest(of))
+def _renamed(namespace: Namespace, model_digest: str) -> Namespace:
+    return replace(namespace, model_digest=model_digest)
 
 
-def _ask_life() -> str:
+def _ask_run() -> str:
     """What the ranks of this server have in common and no other server, nor this one after a restart, has; empty where
     they have no store in common, or it does not answer."""
     if not torch.distributed.is_initialized():

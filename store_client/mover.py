@@ -60,9 +60,10 @@ class Mover(Generic[J]):
 
     @property
     def hangs(self) -> bool:
-        """Whether the thread is in a job that was given up: another one would wait in vain."""
+        """Whether the thread is in a job that was given up: another one would wait in vain. Not where nobody wanted the
+        job any more: it may be over in a moment."""
         running = self._running
-        return running is not None and running.given_up
+        return running is not None and running.given_up and running.cause != UNWANTED
 
     @property
     def stuck(self) -> bool:
@@ -137,7 +138,7 @@ class Mover(Generic[J]):
     def _tell(self, job: J) -> None:
         told = (self._name, job.seconds, job.pages, len(job.keys), job.cause or "none")
         logger.debug("a %s ended after %.6f s with %d of %d pages: %s", *told)
-        if job.cause:
+        if job.cause not in ("", UNWANTED):
             log_once(
                 f"{self._name}.{job.cause}",
                 "a %s ended after %.3f s with %d of %d pages: %s; %s (logged once per cause, counted in the metrics)",

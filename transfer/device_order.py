@@ -6,10 +6,11 @@ The engine's thread launches kernels and goes on; a layer is computed when its k
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
 from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.threads import DaemonThreads, apart
+from mooncake_connector.threads import DaemonThreads
 
 logger = get_logger(__name__)
 
@@ -26,6 +27,7 @@ class DeviceOrder:
     def __init__(self, record: Callable[[], Wait | None]) -> None:
         self._record = record
         self._thread = DaemonThreads(1, "mooncake-connector-device")
+        self._last: list[Future[None]] = []
 
     def then(self, call: Callable[[], None], wait: Wait | None = None) -> None:
         """Make `call`, which must return at once, after `wait` where the caller knows better what there is to wait for.
@@ -35,13 +37,14 @@ class DeviceOrder:
             call()
             return
         try:
-            self._thread.submit(_wait_and_call, wait, call)
+            self._last = [self._thread.submit(_wait_and_call, wait, call)]
         except RuntimeError as error:  # it is closed, or no thread can be started
             _say(error)
 
     def close(self) -> None:
         """Make no call after those that wait now."""
-        wait_for([apart(self._thread.shutdown)], _STOP_S)
+        self._thread.shutdown(wait=False)
+        wait_for(self._last, _STOP_S)
 
 
 def _wait_and_call(wait: Wait, call: Callable[[], None]) -> None:

@@ -57,7 +57,6 @@ def record(
         if not store.namespaces():
             file.touch(exist_ok=False)  # what cannot be written is said now, not when the first page comes
             file.unlink()
-            typer.echo("the pool has no pages yet: the recording begins after the first of them", err=True)
         space = _choose(store, namespace, ends_s)
         watch = Watch(identify((space.namespace.digest, space.shard)))
         store.used_chains(watch)
@@ -89,7 +88,7 @@ def _follow(store: EmbeddedStore, watch: Watch, recording: Recording, ends_s: fl
 
 def _choose(store: EmbeddedStore, beginning: str | None, ends_s: float) -> SpaceInfo:
     """The space with the most pages, of this namespace where one is given; the first that there is."""
-    digest = pool_.find_namespace(store, beginning)
+    digest, told = pool_.find_namespace(store, beginning), False
     while True:
         spaces = [each for each in store.namespaces() if digest in (None, each.namespace.digest)]
         spaces = [each for each in spaces if not each.namespace.rests_on_others]
@@ -97,4 +96,7 @@ def _choose(store: EmbeddedStore, beginning: str | None, ends_s: float) -> Space
             return max(spaces, key=lambda each: each.pages)
         if time.monotonic() >= ends_s:
             raise PoolError("nothing was recorded: no engine has stored a page in the pool in that time")
+        if not told:
+            typer.echo("the pool has no pages yet: the recording begins after the first of them", err=True)
+            told = True
         time.sleep(_LOOK_PERIOD_S)

@@ -29,7 +29,8 @@ def test_deterministic_inference_takes_no_kv_that_is_equal_but_for_the_last_bits
     assert plain.engine_overrides == "", "shared with vLLM"
     assert deterministic.digest != plain.digest
     assert deterministic.digest == name_of(**settings).digest
-    assert deterministic.digest != name_of(**settings, tp_size=2).digest
+    for other in ({"tp_size": 2}, {"decode_attention_backend": "flashinfer"}, {"rl_on_policy_target": "fsdp"}):
+        assert deterministic.digest != name_of(**{**settings, **other}).digest, other
 
 
 def test_adapters_of_which_a_part_is_left_out_have_another_name(tmp_path: Path) -> None:
@@ -49,5 +50,7 @@ def test_weights_from_the_memory_of_another_instance_have_not_the_name_of_the_fi
         "remote_instance_weight_loader_seed_instance_service_port": 1,
         "remote_instance_weight_loader_send_weights_group_ports": [2],
     }
-    with pytest.raises(ModelIdentityError, match=r"another instance.*set `model_id`"):
+    with pytest.raises(ModelIdentityError, match=r"another process.*set `model_id`"):
         name_of(load_format="remote_instance", **seed)
+    with pytest.raises(ModelIdentityError, match=r"another process.*set `model_id`"):
+        name_of(weight_cache_mode="client")

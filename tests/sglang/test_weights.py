@@ -51,7 +51,7 @@ def test_ranks_agree_after_each_change_and_no_other_server_has_one_of_these_name
     assert not set(one) & set(other)
 
 
-def _life(monkeypatch: pytest.MonkeyPatch, store: object) -> MemoryWeights:
+def _changed(monkeypatch: pytest.MonkeyPatch, store: object) -> MemoryWeights:
     monkeypatch.setattr(weights, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     changed = MemoryWeights()
@@ -82,7 +82,7 @@ def test_a_store_that_fails_or_does_not_answer_holds_up_nobody(monkeypatch):
 
     monkeypatch.setattr(weights, "_ASK_S", 0.05)
     stores = (Silent(), Broken(), torch.distributed.HashStore(), torch.distributed.HashStore())
-    names = [_life(monkeypatch, store).of(namespace()) for store in stores]
+    names = [_changed(monkeypatch, store).of(namespace()) for store in stores]
     goes_on.set()
     assert len({name.model_digest for name in names}) == 4 and all(name.is_private for name in names)
 

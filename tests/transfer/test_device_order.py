@@ -39,6 +39,23 @@ def test_a_device_that_failed_makes_no_call_and_the_reason_is_logged(caplog: pyt
     assert not told and "KV in device memory cannot be sent or fetched: ZeroDivisionError" in caplog.text
 
 
+def test_it_ends_beside_a_device_that_hangs_where_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_order, "_STOP_S", 0.05)
+    go_on = threading.Event()
+    order = DeviceOrder(lambda: lambda: go_on.wait(60))
+    order.then(lambda: None)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        order.close()
+    assert not go_on.is_set()
+    go_on.set()
+    order._thread.shutdown()
+
+
 def test_a_device_that_hangs_keeps_nobody_from_ending_and_later_calls_are_dropped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_order, "_STOP_S", 0.05)
     go_on, told = threading.Event(), list[int]()

@@ -3,6 +3,7 @@
 import errno
 import json
 import resource
+import select
 import socket
 import ssl
 import subprocess
@@ -219,6 +220,20 @@ def test_peers_that_never_close_keep_no_newcomer_out(files, monkeypatch):
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_an_engine_that_has_not_read_all_it_was_told_may_let_go(files):
+    ours, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    relay, ends = tls_relay.Relay(control), []
+    thread = threading.Thread(target=lambda: ends.append(relay.run()))
+    thread.start()
+    with ours, control, socket.socket() as plain, socket.socket() as wire:
+        order = json.dumps([1, True, ["/nonexistent"] * 3]).encode()
+        socket.send_fds(ours, [order], [plain.fileno(), wire.fileno()])
+        wait_for(lambda: select.select([ours], [], [], 0)[0])  # it says that there are no such files
+        ours.close()
+        thread.join(60)
+    assert ends == [None], "not by an error"
 
 
 def test_an_end_of_the_peer_is_an_end_and_the_engine_may_still_speak(files):

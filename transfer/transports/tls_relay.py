@@ -259,7 +259,10 @@ class Relay:
     def run(self) -> None:
         """Until the control socket ends."""
         while True:
-            order, descriptors, _, _ = socket.recv_fds(self._control, ORDER_NBYTES, 2)
+            try:
+                order, descriptors, _, _ = socket.recv_fds(self._control, ORDER_NBYTES, 2)
+            except ConnectionResetError:  # it was closed with something of ours in it that was not read
+                break
             if not order:
                 break
             ends = [socket.socket(fileno=descriptor) for descriptor in descriptors]

@@ -39,12 +39,12 @@ def weights_digest(name: str, revision: str | None, load_format: str = "auto") -
     """Digest of what an engine loads; weights that it makes up at start ("dummy") nobody else has.
 
     Raises ModelIdentityError as `checkpoint_path` and `model_digest` do, and for weights that come from the memory of
-    another instance (SGLang's "remote_instance"), where they may have been updated since it read its files.
+    another process (SGLang's "remote_instance"), which may have read other files, or been updated since.
     """
     if load_format == "remote_instance":
         raise ModelIdentityError(
-            f"the weights of {name!r} came from another instance, and no file says what they are: set `model_id` to a "
-            "name that changes whenever the weights do"
+            f"the weights of {name!r} came from another process's memory, and no file says what they are: set "
+            "`model_id` to a name that changes whenever the weights do"
         )
     if load_format == "dummy":
         return f"dummy-{uuid.uuid4().hex}"

@@ -48,7 +48,7 @@ def read_tokens(text: memoryview, cuts: Sequence[int] = ()) -> tuple[Tokens32, l
     raw = np.frombuffer(text, dtype=np.uint8)
     (commas,) = (raw == COMMA).nonzero()
     space, gap = _spaces(text)
-    starts = np.empty(len(commas) + 2, dtype=np.int64)  # in bits, the last one of a token behind the text
+    starts = np.empty(len(commas) + 2, dtype=np.int64)  # in bits; the last is where one more would start
     np.add(commas, gap, out=starts[1:-1])
     starts[0], starts[-1] = space, len(raw) + gap
     starts <<= 3

@@ -13,6 +13,7 @@ import store_client.jobs
 import store_client.mover
 from store_client.base import Bytes, Shard
 from store_client.jobs import CopyFailed
+from store_client.mover import UNWANTED
 
 
 class TestEnds:
@@ -34,6 +35,17 @@ class TestEnds:
         for job in (hangs, queued):
             assert (job.pages, job.cause) == (0, "deadline") and job.seconds > DEADLINE_S
         assert memory.holds(0)
+
+    def test_the_load_behind_one_that_nobody_wants_any_more_is_done(self, mover, space, view, memory, caplog):
+        space.land(KEYS)
+        space.hold_reads()
+        unwanted, behind = load(view, memory), load(view, Memory())
+        mover.run(unwanted, lambda: False)
+        assert unwanted.cause == UNWANTED and not mover.hangs and UNWANTED not in caplog.text
+        mover.submit(behind)
+        space.let_read(1000)
+        wait_for(behind.over.is_set)
+        assert mover.take_ended() == [behind] and behind.pages == len(KEYS)
 
     def test_loads_move_in_turns_and_none_is_late_while_the_other_moves(self, mover, space, view, memory, clock):
         space.land(KEYS)
