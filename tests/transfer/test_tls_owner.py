@@ -171,6 +171,25 @@ def test_a_forked_child_has_one_of_its_own_and_the_parents_goes_on(stack, files)
     assert outcome_of(pair.write()).ok
 
 
+def test_a_forked_child_that_closes_a_connection_of_its_parents_keeps_its_own(files):
+    (near, far), (near_there, far_there) = socket.socketpair(), socket.socketpair()
+    with far, far_there:
+        inherited = Tls(**files).secure(near, server=True)
+        child = os.fork()
+        if not child:
+            status = 1
+            with suppress(BaseException):
+                own = Tls(**files).secure(near_there, server=True)
+                inherited.close()
+                status = 0 if tls_._process._control is not None else 2
+                own.close()
+            os._exit(status)
+        _, status = os.waitpid(child, 0)
+        near_there.close()
+        inherited.close()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 def test_a_stream_that_is_closed_ends_though_a_forked_child_has_a_copy(stack, files):
     there = Memory()
     listener = stack.enter_context(TcpTransport(there, tls=Tls(**files)))

@@ -92,13 +92,14 @@ class TlsProcess:
     Safe to use from any thread."""
 
     def __init__(self) -> None:
+        self._numbers = itertools.count()
+        """A forked child counts on: connections of the parent's, which it may close, are none of its own."""
         self._reset()
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._users = WeakSet[object]()
-        self._numbers = itertools.count()
         self._open: dict[int, OSError | None] = {}
         """Connections by number, with what was said of their end."""
         self._ended = ""
