@@ -19,8 +19,8 @@ from store_client.tiers.disk import Disk
 from store_client.tiers.testing import DEADLINE_S, Memory, read, write
 
 SIZES = (4096, 20480, 50000, 65536)
-CAPACITY = 4 << 20
-CHAINS, LENGTH = 24, 16
+CAPACITY = 6 << 20
+CHAINS, LENGTH = 24, 48
 KEPT = [(chain("kept", 4), SIZES[number]) for number in range(len(SIZES))]
 """Written first, made to last and then read all the time, so never evicted."""
 
@@ -45,11 +45,11 @@ def work(folder: Path, seed: int, report: Path) -> None:
     for keys, nbytes in KEPT:
         write(disk, Memory(2 << 20), space_of(nbytes), keys, nbytes)
     keys, nbytes = chain_of(seed % CHAINS)  # so that there is something to find, however soon the end comes
-    write(disk, Memory(4 << 20), space_of(nbytes), keys, nbytes)
+    write(disk, Memory(8 << 20), space_of(nbytes), keys, nbytes)
     disk.flush()
     report.write_text("kept")
     while True:
-        memory = Memory(4 << 20)
+        memory = Memory(8 << 20)
         for keys, nbytes in KEPT:
             assert read(disk, memory, space_of(nbytes), keys, nbytes) == [True] * len(keys)
         keys, nbytes = chain_of(rng.randrange(CHAINS))
@@ -71,7 +71,7 @@ def check(disk: Disk) -> int:
     found = 0
     for number in range(CHAINS):
         keys, nbytes = chain_of(number)
-        found += sum(read(disk, Memory(4 << 20), space_of(nbytes), keys, nbytes))
+        found += sum(read(disk, Memory(8 << 20), space_of(nbytes), keys, nbytes))
     return found
 
 
