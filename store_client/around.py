@@ -98,6 +98,9 @@ class StoreAround(Store):
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
         return self._inner.shards_elsewhere(namespace)
 
+    def await_word(self) -> None:
+        self._inner.await_word()
+
     def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
         return self._inner.changes(since, limit)
 

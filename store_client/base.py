@@ -299,6 +299,10 @@ class Store(ABC):
         asks for them. Never waits; a store that has all its pages at hand knows none."""
         return []
 
+    def await_word(self) -> None:  # noqa: B027 - a back end may leave it
+        """Wait for what may end a lookup's `pending`, about a millisecond at most. A store that has all its pages at
+        hand returns at once."""
+
     @abstractmethod
     def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
         """Pages stored and gone since a position, at most `limit`; a gap where `since` is None or too long ago.

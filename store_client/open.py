@@ -86,6 +86,11 @@ class BackgroundStore:
         store = self._store
         return {} if store is None else store.take_failures()
 
+    def await_word(self) -> None:
+        """As `Store.await_word`."""
+        if (store := self._store) is not None:
+            store.await_word()
+
     def lock_memory(self, locks: MemoryLocks) -> None:
         """As `Store.lock_memory`, as soon as there is a store. Called by one thread, always with the same locks."""
         self._locks = locks

@@ -192,6 +192,10 @@ class FaultyStore(StoreAround):
         self._faults.note("space")
         return FaultySpace(self._inner.space(namespace, shard, nbytes), shard, self._faults)
 
+    def await_word(self) -> None:
+        self._faults.note("await_word")
+        super().await_word()
+
 
 def faulty_opening(faults: Faults, open_store: Callable[[Config], Store]) -> Callable[[Config], FaultyStore]:
     """Stands in for `open_store`."""

@@ -183,6 +183,12 @@ class Client:
             log_once(f"agent.broke:{kind_of(str(error))}", said, error, logger=logger)
             ears.hang_up()
 
+    def await_word(self) -> None:
+        """Wait until the agent has said something, as `Ears.wait`, where it was asked anything."""
+        ears = self._ears
+        if ears is not None and (self._in_flight or self._sought):
+            ears.wait()
+
     def forget(self) -> None:
         """Tell the agent that there are new marks; one that is not there now finds them when it comes."""
         if self.ready:

@@ -1,4 +1,4 @@
-"""What the agent says, read by whoever looks pages up: no thread is woken for a word, and nobody waits for one.
+"""What the agent says, read by whoever looks pages up: no thread is woken for a word, and nobody has to wait for one.
 
 Reading keeps the interpreter lock, unlike the calls of `socket`, which give it away: beside a busy thread it would come
 back only after 5 ms.
@@ -16,6 +16,7 @@ from store_client.agent import messages
 from store_client.agent.messages import Frames
 
 _AT_ONCE_NBYTES = 4096
+_WAIT_MS = 1
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 _recv = ctypes.PyDLL(None).recv
@@ -51,6 +52,13 @@ class Ears:
         finally:
             self._reading.release()
         return words
+
+    def wait(self) -> None:
+        """Until there is a word to be read, but no longer than a millisecond. Gives the interpreter lock away."""
+        if (fd := self._fd) >= 0:  # closed in between it may be another file's number, which costs that millisecond
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll(_WAIT_MS)
 
     def hang_up(self) -> None:
         with contextlib.suppress(OSError):

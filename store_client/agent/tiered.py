@@ -81,6 +81,9 @@ class TieredStore(StoreAround):
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
         return [] if namespace.is_private or not self._has_tiers else self._client.shards_elsewhere(namespace)
 
+    def await_word(self) -> None:
+        self._client.await_word()
+
     def stats(self) -> StoreStats:
         """Those of the pool; what this process failed to get from the agent is among the failures."""
         stats = self._inner.stats()

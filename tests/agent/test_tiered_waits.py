@@ -78,6 +78,24 @@ def test_a_lookup_waits_for_nothing_while_another_thread_speaks(agent, store, sp
     until(lambda: len(agent.fetches.asked) == 1000 - store.stats().failures["agent_busy"])
 
 
+def test_who_has_nothing_else_to_do_waits_for_the_word(agent, store, space, monkeypatch):
+    monkeypatch.setattr("store_client.agent.ears._WAIT_MS", int(1000 * DEADLINE_S))
+    began_s = time.monotonic()
+    store.await_word()  # nothing was asked
+    keys = chain("a", 3)
+    assert space.lookup(keys).pending
+
+    def tell() -> None:
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=2, settled=True))
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    store.await_word()
+    teller.join()
+    assert space.lookup(keys) == Lookup(0, coming=2)
+    assert time.monotonic() - began_s < DEADLINE_S, "it waited for more than a word"
+
+
 def test_a_lookup_waits_for_nothing_while_the_agent_does_not_read(agent, store, space, monkeypatch):
     """What it has no room for is said once it reads again, in whole frames."""
     keys = [chain(f"{number}", 200) for number in range(200)]

@@ -16,6 +16,7 @@ from faults import Arrivals, Faults, never
 from pd import PROMPT as PD_PROMPT
 from pd import MakePair, figures
 from simulated.waiting import wait_for
+from vllm.v1.request import RequestStatus
 
 import store_client.agent.clients as clients
 import store_client.jobs
@@ -254,6 +255,47 @@ def test_a_request_waits_for_the_first_word_where_the_next_step_is_near(
     engine.check(PROMPT, computed=NOTHING_LOADED)
     assert figures(engine).get("tier_waits", 0) - before == (not others)
     assert figures(engine).get("tier_unheard", 0) - unheard == others
+
+
+def unheard_until_awaited(faults: Faults) -> None:
+    faults.answer = lambda keys, found: found if faults.calls["await_word"] else never(keys, found)
+
+
+@every_runner
+def test_an_idle_engine_listens_for_the_word_before_it_puts_a_request_aside(start: Start, faults: Faults) -> None:
+    """Once in a step, whoever waits: vLLM would sleep as long."""
+    engine = warmed(start, extra=TIERS)
+    unheard_until_awaited(faults)
+    name = engine.add(PROMPT)
+    engine.step()
+    assert faults.calls["await_word"] == 1 and engine.requests[name].status != RequestStatus.WAITING
+    faults.answer = never
+    for prompt in (OTHER, PROMPT):
+        engine.add(prompt)
+    engine.step()
+    assert faults.calls["await_word"] == 2
+    faults.answer = None
+    engine.finish(name, computed=ALL_LOADED)
+    engine.run()
+
+
+@pytest.mark.parametrize("split", [{}, {"pp_size": 2}], ids=["busy", "pipeline"])
+def test_nobody_listens_for_the_word_where_others_would_wait(
+    start: Start, faults: Faults, split: dict[str, int]
+) -> None:
+    engine = warmed(start, extra=TIERS, **split)
+    if not split:
+        other = engine.add(OTHER, 60)
+        engine.run(until=lambda: engine.texts[other])
+    before = faults.calls["await_word"]
+    unheard_until_awaited(faults)
+    name = engine.add(PROMPT)
+    for _ in range(5):
+        engine.step()
+    assert faults.calls["await_word"] == before and not engine.texts[name]
+    faults.answer = None
+    engine.finish(name, computed=ALL_LOADED)
+    engine.run()
 
 
 def test_what_the_agent_did_not_do_is_among_the_engines_failures(start: Start) -> None:

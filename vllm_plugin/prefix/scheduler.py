@@ -1,9 +1,9 @@
 """The scheduler side of prefix reuse: which pages of a request are in the pool, and when to look for pages to store.
 
-Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits. Where the
-pool has tiers behind it, a request's pages are asked for as soon as it arrives; those that are coming are promised to
-vLLM like those that are there, and the load waits for them. Saves are planned in
-:mod:`vllm_plugin.prefix.save_planner`.
+Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits
+while anything is computed. Where the pool has tiers behind it, a request's pages are asked for as soon as it arrives;
+those that are coming are promised to vLLM like those that are there, and the load waits for them. Saves are planned
+in :mod:`vllm_plugin.prefix.save_planner`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ class PrefixScheduler:
         self._doubtful_steps = 0
         self._begins = False
         """Whether a request has been given its turn since the last step was planned."""
+        parallel = vllm_config.parallel_config
+        self._is_alone = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
+        """Nobody else waits for this instance's steps, and none is under way that the last one does not show."""
+        self._listened = False
+        """Whether a word of the agent was waited for since the last step was planned."""
         self._computing: Collection[str] = ()
         """What the last step computes."""
         self._namespace: Namespace | None = None
@@ -205,8 +210,15 @@ class PrefixScheduler:
             tracked, former, num_computed_tokens, self._views,
             fetch=fetch or not self._tiered, tokens_s=self.speed.tokens_s,
         )  # fmt: skip
-        if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if self._computes() else 0.0):
-            return None, False
+        computes = self._computes()
+        if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if computes else 0.0):
+            if computes or not self._listens():
+                return None, False
+            offer = tracked.offer = self._lookups.offer(
+                tracked, None, num_computed_tokens, self._views, fetch=fetch, tokens_s=self.speed.tokens_s
+            )
+            if self._lookups.is_worth_a_wait(tracked, offer, 0.0):
+                return None, False
         self._states.ask_for(tracked)
         if offer.tokens < self._min_hit_tokens:
             return 0, False
@@ -228,6 +240,15 @@ class PrefixScheduler:
         """Whether the step that is being planned computes anything, as far as can be told: something that the last one
         computed goes on, or something new has its turn."""
         return self._begins or any(req_id in self._tracked for req_id in self._computing)
+
+    def _listens(self) -> bool:
+        """Wait for the agent's word, once in a step that computes nothing: vLLM would sleep for as long before it asks
+        again. False where that must not be."""
+        if self._listened or not (self._tiered and self._is_alone) or self._lookups.stalled:
+            return False
+        self._listened = True
+        self._store.await_word()
+        return True
 
     def offered(self, request: Request) -> int:
         """Tokens beyond the local hit that the last lookup of a request found in the pool."""
@@ -302,7 +323,7 @@ class PrefixScheduler:
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
         metadata, self._metadata = self._metadata, StepMetadata()
-        self._begins, self._computing = False, scheduled.num_scheduled_tokens
+        self._begins, self._listened, self._computing = False, False, scheduled.num_scheduled_tokens
         self._add_saves(scheduled, metadata)
         metadata.read_weights = self.weights.ask(computes=bool(scheduled.total_num_scheduled_tokens))
         if metadata.loads or metadata.saves:
