@@ -35,8 +35,8 @@ PANELS := .cache/panels/page.js
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
-	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
-	@echo 'make demo-pd       one file: vLLM prefills in one instance and decodes in another (about 4 minutes with all installs)'
+	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (3 to 8 minutes with all installs)'
+	@echo 'make demo-pd       one file: vLLM prefills in one instance and decodes in another (3 to 8 minutes with all installs)'
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     quick tests that need no engine and no tier (about 2 minutes on 2 cores)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
