@@ -10,6 +10,8 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
+
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.identity.checkpoint import (
     plain_values,
@@ -73,6 +75,15 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
         overrides["quantization_config"] = plain_values(model.quantization_config)
     if media := _media_settings(vllm_config):
         overrides["media"] = media
+    lora = vllm_config.lora_config
+    if lora is not None and lora.target_modules:  # of adapters all else is left out; their names are of whole files
+        overrides["lora_target_modules"] = sorted(set(lora.target_modules))
+    if envs.VLLM_BATCH_INVARIANT:
+        parallel = vllm_config.parallel_config  # its bits depend on the kernels, and on how many ranks are summed over
+        backend = vllm_config.attention_config.backend
+        overrides["batch_invariant"] = [
+            str(backend and backend.name), parallel.tensor_parallel_size, parallel.enable_expert_parallel,
+        ]  # fmt: skip
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():  # its layers are part of the page
         draft = speculative.draft_model_config or model

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from settings import Setup, kv_cache_config, vllm_config
+from vllm.config import AttentionConfig, LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from mooncake_connector.config.schema import Config
+from mooncake_connector.errors import ModelIdentityError
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.kv_groups import read_geometry
 
@@ -77,3 +80,40 @@ def test_rope_that_was_made_for_a_longer_context_than_is_served_is_another_one(c
     """`--max-model-len auto`: vLLM makes the model for the longest context, and serves what there is memory for."""
     config.model_config.hf_text_config.rope_parameters = LONGROPE
     assert digest(config, original_max_model_len=-1) != digest(config, original_max_model_len=2048)
+
+
+def test_adapters_of_which_a_part_is_left_out_are_told_apart(config: Any) -> None:
+    """`--lora-target-modules`: an adapter is named by its files, of which this instance applies some modules alone."""
+    digests = [digest(config)]
+    for modules in (None, ["o_proj"], ["qkv_proj", "o_proj"], ["o_proj", "qkv_proj"]):
+        config.lora_config = LoRAConfig(target_modules=modules)
+        digests.append(digest(config))
+    plain, whole, one, both, turned = digests
+    assert whole == plain and turned == both
+    assert len({plain, one, both}) == 3
+
+
+def test_batch_invariant_instances_are_told_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the same bits whatever else is computed does not want those of an instance that did not."""
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    digests = [digest(config)]
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for backend in (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN):
+        config.attention_config = AttentionConfig(backend=backend)
+        digests.append(digest(config))
+    assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer"])
+def test_weights_from_elsewhere_have_not_the_name_of_the_files(config: Any, tmp_path: Path, load_format: str) -> None:
+    """A weight cache compares headers alone, so it has old weights when a checkpoint was overwritten in place."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    config.model_config.model = str(tmp_path)
+    geometry = read_geometry(config, kv_cache_config(Setup()))
+    assert instance_namespace(config, geometry, Config()).model_digest
+    config.load_config = copy.deepcopy(config.load_config)
+    config.load_config.load_format = load_format
+    with pytest.raises(ModelIdentityError, match="set `model_id`"):
+        instance_namespace(config, geometry, Config())
+    assert instance_namespace(config, geometry, Config(model_id="mine")).model_digest == "mine"

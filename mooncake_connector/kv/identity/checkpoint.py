@@ -15,6 +15,13 @@ from mooncake_connector.kv.identity.fingerprint import default_cache_dir
 from mooncake_connector.kv.identity.model import model_digest
 from mooncake_connector.kv.namespace import canonical_json
 
+_ELSEWHERE = {
+    "remote_instance": "another process's memory",  # SGLang's
+    "ipc_cache": "another process's memory",  # vLLM's, which compares the headers of the files, not their content
+    "modelexpress": "another process's memory",
+    "tensorizer": "the place that the loader's own settings name",
+}
+
 
 def checkpoint_path(name: str, revision: str | None) -> Path:
     """Folder (or GGUF file) of a model given as a path or as the name of a hub repository that is already cached.
@@ -38,13 +45,13 @@ def checkpoint_path(name: str, revision: str | None) -> Path:
 def weights_digest(name: str, revision: str | None, load_format: str = "auto") -> str:
     """Digest of what an engine loads; weights that it makes up at start ("dummy") nobody else has.
 
-    Raises ModelIdentityError as `checkpoint_path` and `model_digest` do, and for weights that come from the memory of
-    another process (SGLang's "remote_instance"), which may have read other files, or been updated since.
+    Raises ModelIdentityError as `checkpoint_path` and `model_digest` do, and for weights that do not come from these
+    files: those of another process's memory may have been read from others, or been updated since.
     """
-    if load_format == "remote_instance":
+    if source := _ELSEWHERE.get(load_format):
         raise ModelIdentityError(
-            f"the weights of {name!r} came from another process's memory, and no file says what they are: set "
-            "`model_id` to a name that changes whenever the weights do"
+            f"the weights of {name!r} came from {source} (load format {load_format!r}), and no file of the model says "
+            "what they are: set `model_id` to a name that changes whenever the weights do"
         )
     if load_format == "dummy":
         return f"dummy-{uuid.uuid4().hex}"
