@@ -17,9 +17,10 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from vllm_plugin import early, stages
+    from vllm_plugin import conclusions, early, stages
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     early.watch(CONNECTOR, MODULE)
+    conclusions.watch(CONNECTOR)
     stages.watch()
