@@ -67,7 +67,9 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
     model = vllm_config.model_config
     if geometry.main.kv_dtype.startswith("fp8"):  # otherwise the KV dtype says how the model computes
         overrides["dtype"] = str(model.dtype).removeprefix("torch.")
-    if model.hf_overrides:
+    if callable(model.hf_overrides):  # whose text is another one in each process
+        overrides["hf_overrides"] = config_digest(vllm_config)
+    elif model.hf_overrides:
         overrides["hf_overrides"] = plain_values(model.hf_overrides)
     if model.hf_config_path:  # in place of the config.json beside the weights
         overrides["config"] = config_digest(vllm_config)

@@ -76,6 +76,14 @@ def test_a_configuration_from_elsewhere_is_part_of_the_name(config: Any, tmp_pat
     assert len({plain, elsewhere, digest(config, hf_config_path=str(tmp_path))}) == 3
 
 
+def test_overrides_by_a_function_have_the_name_of_what_they_make(config: Any) -> None:
+    """`LLM(hf_overrides=...)`: the text of a function has its address, so nothing would be found after a restart."""
+    one, again = (digest(config, hf_overrides=lambda made, number=number: made) for number in range(2))
+    assert one == again
+    config.model_config.hf_config.rope_theta = 5.0
+    assert digest(config, hf_overrides=lambda made: made) != one
+
+
 def test_rope_that_was_made_for_a_longer_context_than_is_served_is_another_one(config: Any) -> None:
     """`--max-model-len auto`: vLLM makes the model for the longest context, and serves what there is memory for."""
     config.model_config.hf_text_config.rope_parameters = LONGROPE
