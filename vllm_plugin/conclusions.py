@@ -32,9 +32,9 @@ def watch(name: str) -> None:
             logger.warning(said, ", ".join(after), name)
 
     def embeddings(config: Any, conclude: Callable[[], None]) -> None:
-        """vLLM lets the clients of whoever may be a KV consumer, as "kv_both" is, send embeddings of images in place of
-        these, and even leave them out, as if all KV came from elsewhere. Here it may always have to be computed: without
-        them that ends the engine. And of media that are left out nobody knows what they are called."""
+        """vLLM lets clients of whoever may be a KV consumer, as "kv_both" is, send embeddings of images in place of
+        these, and even leave them out, as if all KV came from elsewhere. Here it may always have to be computed, and
+        without them that ends the engine. And of media that are left out nobody knows what they are called."""
         media = getattr(config.model_config, "multimodal_config", None)
         allowed = media is not None and media.enable_mm_embeds
         conclude()
