@@ -106,6 +106,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """See :mod:`sglang_backend.request_lines`."""
         self.wanted: Callable[[], bool] = always
         """Whether SGLang still waits for what it loads now."""
+        self.asked: Callable[[], bool] = always
+        """Whether it does for the answer to its lookup."""
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
 
@@ -332,7 +334,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
         view = partial(self._view, shard, pages.unit_nbytes, other)
-        return StoredPool(pages, view, self._movers, self.metrics, self._config)
+        return StoredPool(pages, view, self._movers, self.metrics, self._config, lambda: self.asked())
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""

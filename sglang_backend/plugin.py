@@ -220,20 +220,25 @@ def _is_split_draft(controller: Any, transfer: Any) -> bool:
     return entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
 
 
-def _watches(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any:
-    """Around the load of a prompt, which SGLang's threads go on with after it was aborted or took too long.
+def _watching(name: str) -> Callable[..., Any]:
+    """A hook around the lookup or the load of a prompt, which SGLang's threads go on with after it was aborted or took
+    too long; `name`: what asks, in the backend, whether it did.
 
     Requests behind it would wait, and SGLang ends at a flush where these threads do not come back within 10 s.
     """
-    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-    if not is_ours(backend):
-        return transfer(controller, operation)
-    wanted, stopped = backend.wanted, controller.storage_stop_event
-    backend.wanted = lambda: not (operation.is_terminated() or stopped.is_set())
-    try:
-        return transfer(controller, operation)
-    finally:
-        backend.wanted = wanted
+
+    def watch(call: Callable[..., Any], controller: Any, operation: Any) -> Any:
+        backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+        if not is_ours(backend):
+            return call(controller, operation)
+        before, stopped = getattr(backend, name), controller.storage_stop_event
+        setattr(backend, name, lambda: not (operation.is_terminated() or stopped.is_set()))
+        try:
+            return call(controller, operation)
+        finally:
+            setattr(backend, name, before)
+
+    return watch
 
 
 _MANAGER_CALL = ("self", "recv_req")
@@ -255,7 +260,8 @@ TARGETS = (
     Target(f"{_CONTROLLER}._page_get_zero_copy", ("self", "operation", "hash_values", "host_indices", "extra_info")),
     Target(f"{_CONTROLLER}._page_set_zero_copy", ("self", "hash_values", "host_indices", "extra_info")),
     Target(f"{_HYBRID}.should_backup", ("self", "transfer"), _keeps_drafts),
-    Target(f"{_HYBRID}._page_transfer", ("self", "operation"), _watches),
+    Target(f"{_HYBRID}._storage_hit_query", ("self", "operation"), _watching("asked")),
+    Target(f"{_HYBRID}._page_transfer", ("self", "operation"), _watching("wanted")),
     Target(
         "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
         (

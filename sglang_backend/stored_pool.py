@@ -67,6 +67,7 @@ class StoredPool:
     Args:
         view: the pages in the store, or None while there is no store.
         pages: moves a page between the host pool and the store.
+        asked: whether SGLang still waits for the answer to its lookup.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class StoredPool:
         movers: Movers,
         metrics: Metrics,
         config: Config,
+        asked: Callable[[], bool],
     ) -> None:
         self.pages = pages
+        self._asked = asked
         self._view, self._movers, self._metrics, self._config = view, movers, metrics, config
         self._impatient_until_s = 0.0
         self._promised: set[bytes] = set()
@@ -109,7 +112,7 @@ class StoredPool:
         view.prefetch((), patient=True)
         found = [view.lookup([key]) for key in keys]
         waits = late = any(one.pending for one in found)
-        while late and time.monotonic() - asked_s < wait_s:
+        while late and time.monotonic() - asked_s < wait_s and self._asked():
             time.sleep(_ASK_AGAIN_S)
             found = [view.lookup([key]) if one.pending else one for key, one in zip(keys, found, strict=True)]
             late = any(one.pending for one in found)
@@ -134,7 +137,7 @@ class StoredPool:
             view.prefetch(keys, parent=parent, patient=True)
         found = view.lookup(keys)
         if found.pending and wait_s:
-            found = view.lookup_within(keys, wait_s)
+            found = view.lookup_within(keys, wait_s, self._asked)
             self._metrics.waited(time.monotonic() - asked_s)
         self._waited(asked_s, wait_s, late=found.pending)
         pages = found.pages
@@ -157,7 +160,7 @@ class StoredPool:
     def _waited(self, asked_s: float, wait_s: float | None, *, late: bool) -> None:
         """A lookup that was begun at `asked_s` is over; `late`: the store did not say all of it."""
         now_s = time.monotonic()
-        if late and wait_s:
+        if late and wait_s and self._asked():
             self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
             self._metrics.failed("lookup", "late")
             log_once(

@@ -93,10 +93,13 @@ class ShardView:
             wanted = () if self.shard in others.elsewhere else keys
             others.prefetch(wanted, **said)
 
-    def lookup_within(self, keys: Sequence[bytes], wait_s: float) -> Lookup:
-        """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending."""
+    def lookup_within(
+        self, keys: Sequence[bytes], wait_s: float, wanted: Callable[[], bool] = lambda: True
+    ) -> Lookup:
+        """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending, and is
+        `wanted`."""
         give_up_s = time.monotonic() + wait_s
-        while (found := self.lookup(keys)).pending and time.monotonic() < give_up_s:
+        while (found := self.lookup(keys)).pending and time.monotonic() < give_up_s and wanted():
             time.sleep(min(_ASK_AGAIN_S, wait_s))
         return found
 

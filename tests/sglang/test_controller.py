@@ -291,6 +291,25 @@ def test_a_detached_backend_does_not_wait_on(start, faults: Faults, written: Any
     assert reader.controller.prefetch_hit_queue.get(timeout=60).storage_hit_count == 0
 
 
+@pytest.mark.parametrize("end", ["flush", "abort"])
+def test_a_lookup_that_nobody_waits_for_any_more_holds_up_no_flush(
+    start, faults: Faults, written: Any, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    reader = start(lookup_wait_s=60.0)
+    controller, asked = reader.controller, threading.Event()
+    faults.answer = lambda keys, found: asked.set() or Lookup(0, pending=True)
+    operation = controller.prefetch(CacheRequestHandle("request", 0), TOKENS, None, [], None)
+    assert asked.wait(60)
+    if end == "flush":
+        controller.reset()  # raises where its threads do not come back
+    else:
+        controller.terminate_prefetch(operation)
+        assert controller.prefetch_hit_queue.get(timeout=30).storage_hit_count == 0
+    assert "the pool did not say" not in caplog.text
+    faults.answer = late = Late(asked=4, before=2)
+    assert reader.load(TOKENS)[0] == FULL and max(late.times.values()) == 4, "the next one waits again"
+
+
 def test_a_load_that_nobody_waits_for_any_more_holds_up_no_flush(start, faults: Faults) -> None:
     """SGLang ends at a flush where its threads do not come back within 10 s, and takes an aborted load for none."""
     reader = start(load_deadline_s=600.0)
