@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from mooncake_connector.kv.identity.checkpoint import (
     weights_digest,
 )
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
-from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
+from mooncake_connector.kv.identity.model import LORA_FILES, files_digest, files_stamp, model_stamp
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
 from sglang_backend.host_pages import TOKEN_ROWS, device_rows
@@ -41,6 +42,47 @@ if TYPE_CHECKING:
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE = Shard(0, 1, 0, 1)
 """Shard of pages that are not divided into layers and heads."""
+
+
+class LoadedFiles:
+    """What the files of this process's models and adapters were as they were loaded. A checkpoint may be overwritten
+    later, or the link to it be turned, and a backend be attached after that: its pages are not of the new files."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, Any] = {}
+
+    def note(self) -> None:
+        """What is on disk now was loaded; a draft model and adapters are later than the model."""
+        args = _server_args()
+        if args is not None:
+            self._stamps = {**_stamps(args), **self._stamps}
+
+    def check(self, args: Any, model_id: str | None) -> None:
+        """Raises ModelIdentityError where files that name something are not those that were loaded."""
+        now = _stamps(args)
+        named = {args.model_path} if model_id else set()
+        changed = [name for name, stamp in self._stamps.items() if name not in named and now.get(name) != stamp]
+        if changed:
+            raise ModelIdentityError(
+                f"the files of {', '.join(changed)} are not those any more that this server loaded, and nothing says "
+                "what it has in memory: start it again"
+            )
+
+
+loaded_files = LoadedFiles()
+
+
+def _stamps(args: Any) -> dict[str, Any]:
+    """By name; without what cannot be found."""
+    draft = args.speculative_draft_model_path
+    found: dict[str, Any] = {}
+    for name, revision in ((args.model_path, args.revision), (draft, args.speculative_draft_model_revision)):
+        with suppress(ModelIdentityError, OSError):
+            found.update({name: model_stamp(checkpoint_path(name, revision))} if name else {})
+    for adapter in args.lora_paths or []:
+        with suppress(ModelIdentityError, OSError, AttributeError):
+            found[adapter.lora_path] = files_stamp(checkpoint_path(adapter.lora_path, None), LORA_FILES)
+    return found
 
 
 @dataclass(frozen=True)
@@ -191,9 +233,11 @@ def _namespace(
         scales = Path(args.quantization_param_path)
         own["kv_scales"] = files_digest(scales.parent, (scales.name,))
     source = "remote_instance" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
+    digest, adapters = config.model_id or weights_digest(args.model_path, args.revision, source), _adapters(args)
+    loaded_files.check(args, config.model_id)  # behind the digests, which take a while
     return Namespace(
         model_name=str(args.model_path),
-        model_digest=config.model_id or weights_digest(args.model_path, args.revision, source),
+        model_digest=digest,
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         num_layers=model.num_hidden_layers,
         num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
@@ -203,7 +247,7 @@ def _namespace(
         page_tokens=_page_tokens(pool),
         rope=rope_in_force(text, model.context_len),
         quantization=f"sglang:{quantization}" if quantization else "",
-        lora=_adapters(args),
+        lora=adapters,
         engine_overrides=_overrides(json.loads(args.json_model_override_args or "{}"), own),
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -229,7 +230,7 @@ def _watching(name: str) -> Callable[..., Any]:
 
     def watch(call: Callable[..., Any], controller: Any, operation: Any) -> Any:
         backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-        if not is_ours(backend):
+        if not is_ours(backend) or threading.current_thread() is threading.main_thread():  # that one never waits
             return call(controller, operation)
         before, stopped = getattr(backend, name), controller.storage_stop_event
         setattr(backend, name, lambda: not (operation.is_terminated() or stopped.is_set()))
@@ -239,6 +240,14 @@ def _watching(name: str) -> Callable[..., Any]:
             setattr(backend, name, before)
 
     return watch
+
+
+@contained(nothing)
+def _notes_files(result: None, runner: Any) -> None:
+    """After a model was loaded: a backend that is attached much later hashes the files, which may be others by then."""
+    from sglang_backend.identity import loaded_files
+
+    loaded_files.note()
 
 
 _MANAGER_CALL = ("self", "recv_req")
@@ -271,6 +280,7 @@ TARGETS = (
         _with_prefixes,
         HookType.BEFORE,
     ),
+    Target("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), _notes_files, HookType.AFTER),
     Target(f"{_WEIGHTS}.update_weights_from_disk", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.update_weights_from_distributed", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.update_weights_from_tensor", _MANAGER_CALL, _reports_weights),

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import instances
 import pytest
 from host_pools import mha
 from instances import server, storage_config
 from sglang.srt.lora.lora_registry import LoRARef
 
+from models import checkpoint
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.namespace import Namespace
+from sglang_backend import identity, plugin
 from sglang_backend.host_pages import plain_format
 from sglang_backend.identity import identify
 
 
-def name_of(**arguments: Any) -> Namespace:
+def name_of(config: Config = Config(), **arguments: Any) -> Namespace:  # noqa: B008 - it is never changed
     pool = mha("page_first", layers=(0, 8), dim=64, page_tokens=64, pages=8)
     with server("qwen3", **arguments):
-        return identify(Config(), storage_config(), pool, plain_format(pool)).namespace()
+        return identify(config, storage_config(), pool, plain_format(pool)).namespace()
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that this process has loaded, as SGLang's own loader says."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint("qwen3"), folder)
+    monkeypatch.setattr(instances, "checkpoint", lambda name: folder)
+    monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
+    (target,) = (target for target in plugin.TARGETS if target.path.endswith("ModelRunner.load_model"))
+    with server("qwen3"):
+        target.hook(None, None)
+    return folder
+
+
+def overwritten(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+
+
+def other_folder(folder: Path) -> None:
+    """As a link to the newest checkpoint is turned; what it leads to then may be older than the server."""
+    before = {file.name: file.stat() for file in folder.iterdir()}
+    folder.rename(folder.with_name("before"))
+    shutil.copytree(folder.with_name("before"), folder)
+    os.utime(folder / "model.safetensors", ns=(0, before["model.safetensors"].st_mtime_ns - 1))
+
+
+def other_configuration(folder: Path) -> None:
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+
+
+@pytest.mark.parametrize("change", [overwritten, other_folder, other_configuration])
+def test_files_that_were_changed_after_they_were_loaded_name_no_pages(loaded: Path, change: Any) -> None:
+    """SGLang attaches a backend at any time (/hicache/storage-backend), when a checkpoint may have been overwritten."""
+    assert name_of().model_digest
+    change(loaded)
+    with pytest.raises(ModelIdentityError, match=r"are not those any more that this server loaded.*start it again"):
+        name_of()
+    assert name_of(Config(model_id="m")).model_digest == "m"
+
+
+def test_files_that_were_touched_by_a_backup_are_those_that_were_loaded(loaded: Path, tmp_path: Path) -> None:
+    digest = name_of().digest
+    os.link(loaded / "model.safetensors", tmp_path / "link")
+    (loaded / "config.json").chmod(0o600)
+    assert name_of().digest == digest
 
 
 def test_deterministic_inference_takes_no_kv_that_is_equal_but_for_the_last_bits() -> None:

@@ -83,6 +83,26 @@ def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None 
     return hashlib.sha256(b"mooncake-connector-files-v1" + canonical_json(named).encode("ascii")).hexdigest()
 
 
+def model_stamp(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file that `model_digest` reads, by name: cheap, and another one after a change.
+
+    Raises ModelIdentityError and OSError.
+    """
+    if path.is_file():
+        return _stamps([path])
+    return _stamps([*_weight_files(path), *_matching(path, (*_MEANING_PATTERNS, *_CONFIG_NAMES))])
+
+
+def files_stamp(path: Path, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """As `model_stamp`, of what `files_digest` reads."""
+    return _stamps(_matching(path, patterns))
+
+
+def _stamps(files: Sequence[Path]) -> dict[str, tuple[int, int]]:
+    # Not inode and ctime: those change as well where nothing is written, on mounted object stores, by links and chmod.
+    return {file.name: (status.st_size, status.st_mtime_ns) for file in files for status in (file.stat(),)}
+
+
 def _weight_files(path: Path) -> list[Path]:
     for patterns in _WEIGHT_PATTERNS:
         found = [file for file in _matching(path, patterns) if not any(file.match(pattern) for pattern in _NOT_WEIGHTS)]
