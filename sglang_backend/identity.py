@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OTHER_WEIGHTS = (
+    "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "uno_lora_path", "forward_hooks"
+)  # fmt: skip
+"""Settings by which a model computes with other weights than its files have, or with functions of the user's in it."""
 WHOLE = Shard(0, 1, 0, 1)
 """Shard of pages that are not divided into layers and heads."""
 
@@ -214,9 +218,11 @@ def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -
         own["deterministic"] = [
             *map(str, kernels), str(args.rl_on_policy_target), args.tp_size, storage.tp_size, args.ep_size,
         ]  # fmt: skip
-    for setting in ("modelopt_quant", "quantize_and_serve"):
+    for setting in _OTHER_WEIGHTS:
         if getattr(args, setting, None):
             own[setting] = str(getattr(args, setting))
+    if args.kt_weight_path:  # experts in files of their own, quantised
+        own["ktransformers"] = [str(args.kt_weight_path), str(args.kt_method), str(args.kt_num_gpu_experts)]
     return own
 
 

@@ -178,6 +178,15 @@ def _weights_changed() -> None:
     in_memory.changed()
 
 
+def _reports_reset(check: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around a check of weights, one kind of which makes them up anew, so that an update can be seen to write all."""
+    try:
+        return check(manager, recv_req)
+    finally:
+        if recv_req.action == "reset_tensors":
+            _weights_changed()
+
+
 def _reports_loss(release: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Around a release of memory: weights of which no copy is kept are anything until they are sent again."""
     try:
@@ -288,6 +297,7 @@ TARGETS = (
     # Weights may also be written from outside, by RDMA, between the beginning and the end of an update.
     Target(f"{_WEIGHTS}.begin_weight_update", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.end_weight_update", _MANAGER_CALL, _reports_weights),
+    Target(f"{_WEIGHTS}.check_weights", _MANAGER_CALL, _reports_reset),
     Target(f"{_WEIGHTS}.release_memory_occupation", _MANAGER_CALL, _reports_loss),
     Target(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self", "empty_cache"), _empties_caches, HookType.AFTER

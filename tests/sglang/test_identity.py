@@ -85,6 +85,25 @@ def test_deterministic_inference_takes_no_kv_that_is_equal_but_for_the_last_bits
         assert deterministic.digest != name_of(**{**settings, **other}).digest, other
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kt_weight_path": "/experts"},
+        {"kt_weight_path": "/experts", "kt_method": "LLAMAFILE"},
+        {"kt_weight_path": "/experts", "kt_num_gpu_experts": 8},
+        {"forward_hooks": [{"name": "steers", "target_modules": ["model.layers.3"], "hook_factory": "a:b"}]},
+        {"modelopt_checkpoint_restore_path": "/scales"},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_a_model_that_computes_with_more_than_its_files_shares_no_pages(settings: dict[str, Any]) -> None:
+    named, plain = name_of(**settings), name_of()
+    assert plain.engine_overrides == "" and named.digest != plain.digest
+    assert named.digest == name_of(**settings).digest
+    if "kt_weight_path" in settings:
+        assert named.digest != name_of(kt_weight_path="/others").digest
+
+
 def test_adapters_of_which_a_part_is_left_out_have_another_name(tmp_path: Path) -> None:
     """An adapter for "all-linear" is loaded as far as --lora-target-modules goes, with a warning."""
     (tmp_path / "adapter_config.json").write_text('{"target_modules": "all-linear"}')

@@ -277,6 +277,11 @@ class TestWeightUpdates:
             manager.release_memory_occupation(SimpleNamespace(tags=tags))
         assert changes == ["changed"] * lost
 
+    @pytest.mark.parametrize("action", ["snapshot", "reset_tensors", "compare", "checksum"])
+    def test_weights_that_a_check_makes_up_are_others(self, manager, changes, action):
+        assert manager.check_weights(SimpleNamespace(action=action)).success is False  # without a model
+        assert changes == ["changed"] * (action == "reset_tensors")
+
     @pytest.mark.parametrize("idle", [True, False])
     def test_a_flush_is_noticed_where_it_was_made(self, monkeypatch, changes, idle):
         monkeypatch.setattr(in_memory, "caches_emptied", lambda: changes.append("emptied"))
