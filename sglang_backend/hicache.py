@@ -108,6 +108,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """Whether SGLang still waits for what it loads now."""
         self.asked: Callable[[], bool] = always
         """Whether it does for the answer to its lookup."""
+        self.kept: Callable[[], bool] = always
+        """Whether what it saves now is still to be saved."""
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
 
@@ -380,12 +382,12 @@ class MooncakeConnectorStorage(HiCacheStorage):
     ) -> list[bool]:
         def save() -> list[bool] | None:
             slots = first_slots(stored, keys, indices)
-            if stored is None or slots is None:
+            if stored is None or slots is None or not self.kept():
                 return None
             parent = parent_key(extra_info)
             if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
                 parent = None  # states are kept here and there: no state before is no reason to be evicted
-            return stored.save(page_keys(keys), lambda i, page: stored.pages.save(slots[i], page), parent)
+            return stored.save(page_keys(keys), lambda i, page: stored.pages.save(slots[i], page), parent, self.kept)
 
         return contained(nothing)(save)() or [False] * len(keys)
 

@@ -34,6 +34,7 @@ from mooncake_connector.kv.identity.model import LORA_FILES, files_digest, files
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
 from sglang_backend.host_pages import TOKEN_ROWS, device_rows
+from sglang_backend.weights import in_memory
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -240,7 +241,8 @@ def _namespace(
         own["kv_scales"] = files_digest(scales.parent, (scales.name,))
     source = "remote_instance" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
     digest, adapters = config.model_id or weights_digest(args.model_path, args.revision, source), _adapters(args)
-    loaded_files.check(args, config.model_id)  # behind the digests, which take a while
+    if in_memory.are_of_files:
+        loaded_files.check(args, config.model_id)  # behind the digests, which take a while
     return Namespace(
         model_name=str(args.model_path),
         model_digest=digest,

@@ -10,8 +10,10 @@ version this package knows; where one differs none is placed, since half of them
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +34,8 @@ logger = get_logger(__name__)
 TAKEN_OVER = "mooncake"
 """The in-tree backend whose name is ours after a take-over."""
 
+_FINISHES_S = 5.0
+"""How long a save may go on behind a flush."""
 _OPTION = "--hicache-storage-backend"
 _FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
@@ -230,25 +234,43 @@ def _is_split_draft(controller: Any, transfer: Any) -> bool:
     return entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
 
 
-def _watching(name: str) -> Callable[..., Any]:
-    """A hook around the lookup or the load of a prompt, which SGLang's threads go on with after it was aborted or took
-    too long; `name`: what asks, in the backend, whether it did.
+def _watching(name: str, asking: Callable[[Any, threading.Event], Callable[[], bool]]) -> Callable[..., Any]:
+    """A hook around what SGLang's threads do for a prompt, and go on with although nobody waits for it any more.
 
-    Requests behind it would wait, and SGLang ends at a flush where these threads do not come back within 10 s.
+    Requests behind it would wait, and SGLang ends at a flush where these threads do not come back within 10 s. What
+    `asking` makes, of SGLang's operation and its event, is what the backend asks, by its `name`, whether to go on.
     """
 
     def watch(call: Callable[..., Any], controller: Any, operation: Any) -> Any:
         backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
         if not is_ours(backend) or threading.current_thread() is threading.main_thread():  # that one never waits
             return call(controller, operation)
-        before, stopped = getattr(backend, name), controller.storage_stop_event
-        setattr(backend, name, lambda: not (operation.is_terminated() or stopped.is_set()))
+        before = getattr(backend, name)
+        setattr(backend, name, asking(operation, controller.storage_stop_event))
         try:
             return call(controller, operation)
         finally:
             setattr(backend, name, before)
 
     return watch
+
+
+def _until_given_up(operation: Any, stopped: threading.Event) -> Callable[[], bool]:
+    """A lookup or a load, of a prompt that may be aborted or take too long."""
+    return lambda: not (operation.is_terminated() or stopped.is_set())
+
+
+def _for_a_while(operation: Any, stopped: threading.Event) -> Callable[[], bool]:
+    """A save, which a flush lets go on for a while: it looks whether to stop when it has all of a piece of a prompt."""
+    stops_s = math.inf
+
+    def goes_on() -> bool:
+        nonlocal stops_s
+        if stopped.is_set():
+            stops_s = min(stops_s, time.monotonic() + _FINISHES_S)
+        return time.monotonic() < stops_s
+
+    return goes_on
 
 
 @contained(nothing)
@@ -278,8 +300,9 @@ TARGETS = (
     Target(f"{_CONTROLLER}._page_get_zero_copy", ("self", "operation", "hash_values", "host_indices", "extra_info")),
     Target(f"{_CONTROLLER}._page_set_zero_copy", ("self", "hash_values", "host_indices", "extra_info")),
     Target(f"{_HYBRID}.should_backup", ("self", "transfer"), _keeps_drafts),
-    Target(f"{_HYBRID}._storage_hit_query", ("self", "operation"), _watching("asked")),
-    Target(f"{_HYBRID}._page_transfer", ("self", "operation"), _watching("wanted")),
+    Target(f"{_HYBRID}._storage_hit_query", ("self", "operation"), _watching("asked", _until_given_up)),
+    Target(f"{_HYBRID}._page_transfer", ("self", "operation"), _watching("wanted", _until_given_up)),
+    Target(f"{_HYBRID}._page_backup", ("self", "operation"), _watching("kept", _for_a_while)),
     Target(
         "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
         (

@@ -202,13 +202,19 @@ class StoredPool:
         self._count_promised(keys[: job.pages] if job.cause == UNWANTED else keys, job.pages)
         return [number < job.pages for number in range(len(keys))]
 
-    def save(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:
-        """Store a chain of pages that follows `parent`; for each whether the store has it now.
+    def save(
+        self,
+        keys: Sequence[bytes],
+        copy: Callable[[int, Bytes], None],
+        parent: bytes | None,
+        wanted: Callable[[], bool] | None = None,
+    ) -> list[bool]:
+        """Store a chain of pages that follows `parent`, as long as they are `wanted`; for each whether it is stored.
 
         `copy` writes page i into the page of this rank's shard.
         """
         job = Save(keys=keys, view=self._view, deadline_s=self._config.save_deadline_s, copy=copy, parent=parent)
-        if view := self._run("save", self._movers.saves, job):
+        if view := self._run("save", self._movers.saves, job, wanted):
             self._metrics.moved("save", job.stored, view.nbytes, job.seconds)
         return [number in job.present for number in range(len(keys))]
 

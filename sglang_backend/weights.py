@@ -52,6 +52,11 @@ class MemoryWeights:
         if self._changes:
             self._digest = private_model_digest(f"{self._run} {self._changes}")
 
+    @property
+    def are_of_files(self) -> bool:
+        """Whether they are those that were loaded, as far as is known."""
+        return not self._digest
+
     def of(self, namespace: Namespace) -> Namespace:
         """`namespace`, which speaks of the model's files, or what stands for it once the weights in memory changed."""
         digest = self._digest

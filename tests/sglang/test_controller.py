@@ -24,7 +24,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 from simulated.waiting import wait_for
 
-from sglang_backend import BACKEND, stored_pool
+from sglang_backend import BACKEND, plugin, stored_pool
 from store_client.base import Lookup, StoreStats
 from store_client.embedded import EmbeddedStore, registry
 from store_client.sharded import ShardView
@@ -289,6 +289,32 @@ def test_a_detached_backend_does_not_wait_on(start, faults: Faults, written: Any
     faults.answer = never
     reader.controller.prefetch(CacheRequestHandle("request", 0), TOKENS, None, [], None).mark_terminate()
     assert reader.controller.prefetch_hit_queue.get(timeout=60).storage_hit_count == 0
+
+
+def test_a_save_that_does_not_end_holds_up_no_flush(start, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_FINISHES_S", 0.1)
+    rank = start(save_deadline_s=600.0)
+    names = get_storage_hash_str(TOKENS[:FULL], None, page_size=64)
+    faults.hold_writes()
+    rank.controller.write_storage(rank.host_pool.alloc(FULL), TOKENS[:FULL], names, [], None)
+    assert faults.writing.wait(60)
+    rank.controller.reset()  # raises where its threads do not come back
+    faults.release()
+    wait_for(lambda: rank.save(TOKENS[:FULL], rank.host_pool.alloc(FULL))[0] == FULL)
+
+
+def test_a_save_under_way_goes_on_behind_a_flush(start, faults: Faults) -> None:
+    rank = start()
+    names = get_storage_hash_str(TOKENS[:FULL], None, page_size=64)
+    faults.hold_writes()
+    rank.controller.write_storage(rank.host_pool.alloc(FULL), TOKENS[:FULL], names, [], None)
+    assert faults.writing.wait(60)
+    rank.controller.storage_stop_event.set()
+    release = threading.Timer(0.2, faults.release)
+    release.start()
+    rank.controller.reset()
+    release.join()
+    assert rank.load(TOKENS)[0] == FULL
 
 
 @pytest.mark.parametrize("end", ["flush", "abort"])

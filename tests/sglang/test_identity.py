@@ -20,6 +20,7 @@ from mooncake_connector.kv.namespace import Namespace
 from sglang_backend import identity, plugin
 from sglang_backend.host_pages import plain_format
 from sglang_backend.identity import identify
+from sglang_backend.weights import MemoryWeights
 
 
 def name_of(config: Config = Config(), **arguments: Any) -> Namespace:  # noqa: B008 - it is never changed
@@ -66,6 +67,19 @@ def test_files_that_were_changed_after_they_were_loaded_name_no_pages(loaded: Pa
     with pytest.raises(ModelIdentityError, match=r"are not those any more that this server loaded.*start it again"):
         name_of()
     assert name_of(Config(model_id="m")).model_digest == "m"
+
+
+def test_after_an_update_it_does_not_matter_what_the_files_are(
+    loaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where training writes a checkpoint over the former one, from which the weights are updated."""
+    updated = MemoryWeights()
+    monkeypatch.setattr(identity, "in_memory", updated)
+    overwritten(loaded)
+    with pytest.raises(ModelIdentityError):
+        name_of()
+    updated.changed()
+    assert updated.of(name_of()).is_private
 
 
 def test_files_that_were_touched_by_a_backup_are_those_that_were_loaded(loaded: Path, tmp_path: Path) -> None:
