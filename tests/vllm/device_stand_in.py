@@ -1,4 +1,8 @@
-"""A worker whose device path is real but for the device: the driver is a stand-in, the kernel runs in an interpreter.
+"""A worker whose device path is real but for the device: the driver is a stand-in, and so may the kernels be.
+
+Triton's interpreter runs the kernels themselves, in milliseconds for each page. Where a test is about what comes before
+and after them, numpy and xxhash do the same work: that they do is what `test_device_kernel`, `test_device_digests` and
+the tests of the pipe that have the interpreter show.
 
 "Device memory" is the processor's, so the pretended model runner finds there what loads left. What is given to a stream
 is done when the stream is waited for and not before, as late as a device may be: what is published, given back or freed
@@ -7,13 +11,18 @@ before its stream has come to an end is found wrong by the model runner, or refu
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import math
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 from harness import PATIENCE_S
 from simulated.cuda_driver import Library
 
@@ -21,6 +30,7 @@ import vllm_plugin.device
 import vllm_plugin.kv_memory
 from transfer.transports.cuda.driver import Driver
 from vllm_plugin.device.page_locks import PageLocks
+from vllm_plugin.device.permutation import Permutation
 
 
 def interpreted_kernel() -> Any:
@@ -35,6 +45,53 @@ def interpreted_kernel() -> Any:
             patch.delitem(sys.modules, name)
     kernel.digests = digests
     return kernel
+
+
+def kernels_by_numpy() -> Any:
+    """In place of the modules of the kernels: what they are asked for, done by the processor."""
+    from vllm_plugin.device import digests
+
+    own = SimpleNamespace(
+        prepare=lambda: _digest,
+        constants=digests.constants,
+        can_digest=digests.can_digest,
+        sums_nbytes=digests.sums_nbytes,
+    )
+    return SimpleNamespace(prepare=_prepare, digests=own)
+
+
+def _memory(address: int, dtype: type[np.generic], *shape: int, strides: tuple[int, ...] | None = None) -> Any:
+    itemsize = np.dtype(dtype).itemsize
+    if strides is None:
+        strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    nbytes = itemsize + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return np.ndarray(shape, dtype, (ctypes.c_uint8 * nbytes).from_address(address), strides=strides)
+
+
+def _prepare(permutation: Permutation, *, into_blocks: bool) -> Callable[[int, int, int, int], None]:
+    def start(runs: int, num_runs: int, layers: int, stream: int) -> None:
+        if not num_runs:
+            return
+        addresses = _memory(layers, np.int64, permutation.num_layers).tolist()
+        for page, page_token, count, block, block_token in _memory(runs, np.int64, 5, num_runs).T.tolist():
+            for layer, address in enumerate(addresses):
+                for one in permutation.segments:
+                    shape = count, permutation.num_heads, one.nbytes
+                    here = page + one.page_offset + layer * one.page_layer + page_token * one.page_token
+                    there = address + one.block_offset + block * permutation.block_stride
+                    there += block_token * one.block_token
+                    in_page = _memory(here, np.uint8, *shape, strides=(one.page_token, one.page_head, 1))
+                    in_block = _memory(there, np.uint8, *shape, strides=(one.block_token, permutation.head_stride, 1))
+                    target, source = (in_block, in_page) if into_blocks else (in_page, in_block)
+                    target[:] = source
+
+    return start
+
+
+def _digest(pages: int, num_pages: int, nbytes: int, sums_offset: int, table: int, digests: int, stream: int) -> None:
+    for number, address in enumerate(_memory(pages, np.int64, num_pages).tolist()):
+        digest = xxhash.xxh3_64_intdigest(_memory(address, np.uint8, nbytes).data)
+        _memory(digests, np.uint64, num_pages)[number] = digest
 
 
 class StandIn:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_stand_in import StandIn, interpreted_kernel
+from device_stand_in import StandIn, kernels_by_numpy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner, Result
@@ -86,7 +86,7 @@ def test_where_no_gpu_is_the_command_says_so_and_what_to_do(monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def kernel() -> Any:
     pytest.importorskip("triton")
-    return interpreted_kernel()
+    return kernels_by_numpy()
 
 
 @pytest.fixture

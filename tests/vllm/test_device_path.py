@@ -1,4 +1,6 @@
-"""Loads and saves by a device, through vLLM's scheduler. The device is a stand-in (`device_stand_in`).
+"""Loads and saves by a device, through vLLM's scheduler. The device is a stand-in, with numpy in the kernels' place.
+
+Tests that use `interpreted` have the kernels themselves, in Triton's interpreter (`device_stand_in`).
 
 Tests of loads and saves that hold on the processor are taken over from their modules where a device may break them.
 """
@@ -22,7 +24,7 @@ import test_loads
 import test_ranks
 import test_saves
 from cases import PROMPT, Start, steady_runners, warm_pool, warmed
-from device_stand_in import StandIn, interpreted_kernel
+from device_stand_in import StandIn, interpreted_kernel, kernels_by_numpy
 from harness import PATIENCE_S, Engine
 from mixes import MIXES
 from runner import WrongKV
@@ -50,13 +52,14 @@ from vllm_plugin.prefix.saver import DeviceSave, _Begun
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Any:
+def interpreted() -> Any:
     return interpreted_kernel()
 
 
 @pytest.fixture(autouse=True)
-def device(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn(kernel)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    has_kernels = "interpreted" in request.fixturenames
+    stand_in = StandIn(request.getfixturevalue("interpreted") if has_kernels else kernels_by_numpy())
     stand_in.install(monkeypatch)
     yield stand_in
     stand_in.release()
@@ -79,7 +82,7 @@ def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("interpreted", "lanes")
 @steady_runners
 def test_what_one_engine_computed_another_loads_by_its_device(start: Start, device: StandIn) -> None:
     start().check(PROMPT, 20)
@@ -114,6 +117,7 @@ def test_a_page_whose_bytes_are_wrong_is_computed_and_so_are_those_behind_it(
     assert any(into for into, _ in device.launched) and engine.prefix._store.store.stats().failures["corrupt"] == 1
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("mix", MIXES)
 def test_models_of_several_groups_load_what_they_stored(start: Start, device: StandIn, mix: str) -> None:
     start(kv_spec=MIXES[mix]).check(PROMPT, 20)

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from device_stand_in import StandIn, interpreted_kernel
+from device_stand_in import StandIn, interpreted_kernel, kernels_by_numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,8 +34,14 @@ BLOCK_TOKENS, NUM_BLOCKS, NUM_PAGES = 8, 40, 8
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Any:
+def interpreted() -> Any:
     return interpreted_kernel()
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    """Numpy in its place, for what comes before and after it."""
+    return kernels_by_numpy()
 
 
 @dataclass
@@ -102,10 +108,10 @@ EXAMPLES = settings(deadline=None, max_examples=10, suppress_health_check=[Healt
 
 @given(tables=tables(), data=st.data())
 @EXAMPLES
-def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(kernel: Any, tables: Any, data: Any) -> None:
+def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(interpreted: Any, tables: Any, data: Any) -> None:
     """With their digests, but of those that the device has nothing to do with, and of one size that it digests not."""
     undigested = 7 * 2 * FMT.nbytes // 6
-    all_of = moved(kernel, data.draw(st.sampled_from([1, 1 << 14, 1 << 20])), {undigested})
+    all_of = moved(interpreted, data.draw(st.sampled_from([1, 1 << 14, 1 << 20])), {undigested})
     digests: list[int | None] = []
     for number, table in enumerate(tables):
         part = data.draw(st.sampled_from([OWN, OWN, OWN, Shard(0, 4, 0, 4), Shard(2, 9, 0, 2)]))
@@ -127,8 +133,8 @@ def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(kernel: Any, tables
 
 @given(tables=tables(), data=st.data())
 @EXAMPLES
-def test_any_pages_leave_the_blocks_as_numpy_packs_them(kernel: Any, tables: Any, data: Any) -> None:
-    all_of = moved(kernel)
+def test_any_pages_leave_the_blocks_as_numpy_packs_them(interpreted: Any, tables: Any, data: Any) -> None:
+    all_of = moved(interpreted)
     found, expected = [], []
     copies = all_of.blocks.copy([block for table in tables for block in table])
     for table in tables:
