@@ -18,8 +18,8 @@ __all__ = ["ForkServer", "Forked"]
 SCRIPT = Path(__file__).with_name("forkserver.py")
 IMPORT_S = 600.0
 """Within which it is there, on a busy machine as well."""
-READ_AT_START = ("LD_", "MALLOC_", "OMP_", "ONEDNN_", "LRU_CACHE_", "PYTHONPATH", "PYTHONUNBUFFERED")
-"""Variables of the C library, of OpenMP, of torch and of Python, which also finds an engine's plugins on its path."""
+READ_AT_START = ("LD_", "MALLOC_", "OMP_", "ONEDNN_", "LRU_CACHE_", "TORCH", "PYTHONUNBUFFERED", "SGLANG_")
+"""Variables of the C library, of OpenMP, of torch, of Python, and of SGLang, whose modules look when imported."""
 
 
 class Forked:
@@ -63,12 +63,15 @@ class ForkServer:
         self._controls: dict[frozenset[tuple[str, str]], socket.socket] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> Forked:
-        """A server with these arguments, in a session of its own."""
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes], network: str | None = None
+    ) -> Forked:
+        """A server with these arguments, in a session of its own, and in the network namespace of this name if any."""
         early = frozenset((name, value) for name, value in env.items() if name.startswith(READ_AT_START))
         if early not in self._controls:
             self._controls[early] = self._begin(env, log)
-        message = json.dumps({"argv": list(argv), "env": dict(env), "cwd": tempfile.gettempdir()}).encode()
+        asked = {"argv": list(argv), "env": dict(env), "cwd": tempfile.gettempdir(), "network": network}
+        message = json.dumps(asked).encode()
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             socket.send_fds(self._controls[early], [message], [log.fileno(), other.fileno()])

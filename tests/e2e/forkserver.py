@@ -3,13 +3,15 @@
     forkserver.py CONTROL_FD MODULE IMPORTED...
 
 `CONTROL_FD` is a SOCK_SEQPACKET socket, and its end the end of this process. A message is JSON: `argv`, `env` and `cwd`
-of a server, which runs MODULE as `python -m` does, in a session of its own; with it come its log and a socket, over
-which whoever asked is told its process id, and later its exit status. Standard library only: it runs in an engine's
-environment, with one thread, which is why a fork is safe. The tests' side is `forked.py`.
+of a server, which runs MODULE as `python -m` does, in a session of its own, and `network`, the name of a namespace or
+null; with it come its log and a socket, over which whoever asked is told its process id, and later its exit status.
+Standard library only: it runs in an engine's environment, with one thread, which is why a fork is safe. The tests' side
+is `forked.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -22,6 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 MOST_NBYTES = 1 << 17
+CLONE_NEWNET = 0x40000000
 
 
 def serve(control: socket.socket) -> dict[str, Any] | None:
@@ -71,6 +74,13 @@ def bury(servers: dict[int, socket.socket]) -> None:
                 report.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
+def enter(network: str) -> None:
+    """As `ip netns exec`."""
+    with open(f"/run/netns/{network}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {network}")
+
+
 def main() -> None:
     control, module = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     for name in sys.argv[3:]:
@@ -78,9 +88,14 @@ def main() -> None:
     asked = serve(control)
     if asked is None:
         return
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(asked["env"])
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # where it finds the plugins of its engine
+    sys.path[:] = [*filter(None, own), *(path for path in sys.path if path not in {*inherited, *own})]
     os.chdir(asked["cwd"])
+    if asked["network"]:
+        enter(asked["network"])
     sys.argv[1:] = asked["argv"]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from e2e import link
 
-__all__ = ["LOOPBACK", "Host", "Link", "NoNamespaces", "device_down", "hosts_apart"]
+__all__ = ["ENTER", "LOOPBACK", "Host", "Link", "NoNamespaces", "device_down", "hosts_apart"]
+
+ENTER = ("ip", "netns", "exec")
+"""What runs a command in the namespace whose name follows."""
 
 SET_UP = """
 set -e
@@ -44,7 +47,7 @@ class Host:
     @property
     def launcher(self) -> tuple[str, ...]:
         """What runs the rest of its arguments there."""
-        return ("ip", "netns", "exec", self.name) if self.name else ()
+        return (*ENTER, self.name) if self.name else ()
 
     @property
     def env(self) -> dict[str, str]:

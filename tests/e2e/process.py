@@ -19,6 +19,7 @@ from typing import TypeVar
 import psutil
 
 from e2e.forked import Forked, ForkServer
+from e2e.network import ENTER
 
 __all__ = [
     "ENVIRONMENTS",
@@ -48,7 +49,7 @@ class ServerProcess:
     """One server on a port of `host`, in a process group of its own.
 
     `is_complaint` finds the lines of its log that report an error. `fork_server` starts it, if given: the command is
-    `PYTHON -m MODULE` with arguments.
+    `PYTHON -m MODULE` with arguments, in a network namespace where `ip netns exec NAME` is before it.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class ServerProcess:
         with open(self.log, "ab") as log:
             self._log_start = log.tell()
             if self._fork_server is not None:
-                self._process = self._fork_server.start(self._command[3:], self._env, log)
+                arguments = self._command.index("-m") + 2
+                network = self._command[3] if self._command[:3] == [*ENTER] else None
+                self._process = self._fork_server.start(self._command[arguments:], self._env, log, network)
                 return
             self._process = subprocess.Popen(
                 self._command,

@@ -17,10 +17,16 @@ PYTHON, MODULE = ENVIRONMENTS / "vllm" / "bin" / "python", "vllm.entrypoints.ope
 # What the README tells a person to pass to vLLM, word for word.
 KV_TRANSFER = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
-ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FORKS)}
+ONE_CORE = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(FORKS),
+    "TORCHDYNAMO_DISABLE": "1",
+}
 """For a server that others run beside: one thread for each rank, wherever there is a core, and a quick start.
 
 On few cores, threads that wait for each other after every operation of every layer wait for all the others as well.
+Nothing is compiled: that of log-probabilities, at the first request for them, would take longer than the start.
 """
 FORK_SERVER = ForkServer(PYTHON, MODULE, (MODULE, "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"))
 
@@ -68,7 +74,7 @@ class Server(ServerProcess, Client):
             command += ["--kv-transfer-config", json.dumps(kv_transfer or KV_TRANSFER)]
             environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
         environment.update(env or {})
-        forks = str(FORKS) in environment.get("PYTHONPATH", "").split(":") and not launcher
+        forks = str(FORKS) in environment.get("PYTHONPATH", "").split(":")
         ServerProcess.__init__(
             self, command, port=port, env=environment, log=log, is_complaint=_is_complaint, host=host,
             fork_server=FORK_SERVER if forks else None,

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from e2e.client import CANDIDATES, Answer, HttpClient, Prompt, ServerError
+from e2e.forked import ForkServer
 from e2e.process import ENVIRONMENTS, FORKS, ServerProcess, free_port, small_environment
 
 __all__ = ["DYNAMIC", "ONE_CORE", "STAND_INS", "SGLangAnswer", "SGLangClient", "SGLangServer", "Way"]
 
 STAND_INS = Path(__file__).resolve().parents[1] / "stand_ins"
-ONE_CORE = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{STAND_INS}:{FORKS}"}
+ONE_CORE = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{STAND_INS}:{FORKS}", "TORCHDYNAMO_DISABLE": "1"}
 """For a server that others run beside, as that of vLLM."""
+PYTHON, MODULE = ENVIRONMENTS / "sglang" / "bin" / "python", "sglang.launch_server"
+FORK_SERVER = ForkServer(PYTHON, MODULE, (MODULE, "sglang.srt.entrypoints.http_server"))
 PAGE_TOKENS = 64
 ADMIN_KEY = "admin of the tests"
 
@@ -160,7 +163,7 @@ class SGLangServer(ServerProcess, SGLangClient):
         port, self.bootstrap_port = free_port(), free_port()
         command = [
             *launcher,
-            *(str(ENVIRONMENTS / "sglang" / "bin" / "python"), "-m", "sglang.launch_server"),
+            *(str(PYTHON), "-m", MODULE),
             *("--model-path", str(model), "--host", host, "--port", str(port), "--page-size", str(PAGE_TOKENS)),
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
@@ -194,16 +197,14 @@ class SGLangServer(ServerProcess, SGLangClient):
             environment["MOONCAKE_CONNECTOR_SGLANG_TAKEOVER"] = "1"
         if pool is not None:
             environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
+        if way == "file":
             environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(pool)
+        environment.update(env or {})
+        forks = str(FORKS) in environment["PYTHONPATH"].split(":")
         ServerProcess.__init__(
-            self,
-            [*command, *args],
-            port=port,
-            env={**environment, **(env or {})},
-            log=log,
-            is_complaint=_Complaint(),
-            host=host,
-        )
+            self, [*command, *args], port=port, env=environment, log=log, is_complaint=_Complaint(), host=host,
+            fork_server=FORK_SERVER if forks else None,
+        )  # fmt: skip
         SGLangClient.__init__(self, host, port)
 
     def compute(self, prompt: Sequence[int], **tenant: str | None) -> None:

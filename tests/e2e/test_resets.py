@@ -39,6 +39,7 @@ def test_loop_of_an_llm(qwen3: Path, pool: Path, logs: Path, processes: int) -> 
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "MOONCAKE_CONNECTOR_POOL": f"{pool}-{processes}",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(processes - 1),
         "VLLM_NO_USAGE_STATS": "1",

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from long_form import LONG
 
 from e2e.client import HttpClient, ServerError
-from e2e.process import ENVIRONMENTS, free_port, small_environment
+from e2e.process import ENVIRONMENTS, FORKS, free_port, small_environment
 from e2e.sglang_server import STAND_INS
 from models import checkpoint
 from mooncake_connector.deploy.schema import PEER_PORT_OFFSET
@@ -50,7 +51,7 @@ flags: >-
   --served-model-name smollm2 --device cpu --attention-backend torch_native --dtype float32 --disable-cuda-graph
   --disable-overlap-schedule --max-total-tokens 4096 --sleep-on-idle
 env:
-  PYTHONPATH: {STAND_INS}
+  PYTHONPATH: {STAND_INS if LONG else f"{STAND_INS}:{FORKS}"}
   OMP_NUM_THREADS: 1
   OMP_WAIT_POLICY: PASSIVE
   TORCH_EXTENSIONS_DIR: {ENVIRONMENTS.parent / ".cache" / "torch_extensions"}

@@ -16,7 +16,6 @@ from certificates import CAN_MAKE, make_certificate
 
 from e2e.network import Host, Link, NoNamespaces, hosts_apart
 from e2e.pd.chat import CHAT_TEMPLATE, Chatting, draw_letters
-from e2e.pd.faulty import PLUGIN
 from e2e.pd.fleet import Fleet, Group
 from e2e.pd.instances import Instance
 from e2e.process import pool_folder, running
@@ -105,8 +104,7 @@ def trio(
                 pool=logs / "no-pool",
                 config={**BOUNDS, **times, "transports": transports, "secret_file": secret},
                 args=[*MEMORY, *COMMON, "--max-num-batched-tokens", str(chunk)],
-                # No forks: what these share grows a process when it is touched.
-                env={**STEADY, "PYTHONPATH": str(PLUGIN)},
+                env=STEADY,
                 transfer_host="127.0.0.1" if "tcp" in transports else "",
             )
             for number, (transports, chunk) in enumerate(kinds)

@@ -13,7 +13,7 @@ from e2e.pd.chat import draw_letters
 from e2e.pd_sglang.instances import KINDS, LIMIT_S, Instance, Router
 from e2e.process import assert_no_complaints, running
 from e2e.questions import Examiner, Question
-from e2e.sglang_server import PAGE_TOKENS, SGLangServer
+from e2e.sglang_server import ONE_CORE, PAGE_TOKENS, SGLangServer
 from models import checkpoint
 
 CHUNK_TOKENS = 256
@@ -124,7 +124,7 @@ def launched(
 @pytest.fixture(scope="session")
 def asked(launched: Pair, qwen3: Path, logs: Path) -> Asked:
     """Answered while the pair starts."""
-    plain = SGLangServer(qwen3, log=logs / "pd-sglang-plain.log", way="plain", args=COMMON)
+    plain = SGLangServer(qwen3, log=logs / "pd-sglang-plain.log", way="plain", args=COMMON, env=ONE_CORE)
     with running(plain):
         examiner = Examiner(plain)
         questions = {name: examiner.question(name, length) for name, length in LENGTHS.items()}

@@ -14,8 +14,8 @@ import pytest
 from e2e.client import ServerError
 from e2e.pages import wait_for
 from e2e.pd.faulty import PLUGIN, Faulty
-from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
-from e2e.sglang_server import STAND_INS, Role, SGLangClient, SGLangServer
+from e2e.process import ENVIRONMENTS, FORKS, ServerProcess, free_port, small_environment
+from e2e.sglang_server import ONE_CORE, STAND_INS, Role, SGLangClient, SGLangServer
 
 __all__ = ["DEADLINE_S", "KINDS", "LEASE_S", "LIMIT_S", "Both", "Instance", "Router"]
 
@@ -44,7 +44,7 @@ class Instance(SGLangServer, Faulty):
         times = {"transfer_lease_s": LEASE_S, "transfer_deadline_s": DEADLINE_S}
         settings = {**times, "transfer_port": self.directory_port, **config}
         variables = {f"MOONCAKE_CONNECTOR_{name.upper()}": str(value) for name, value in settings.items()}
-        path = {"PYTHONPATH": f"{STAND_INS}:{PLUGIN}"}
+        path = {"PYTHONPATH": f"{STAND_INS}:{PLUGIN}:{FORKS}"}
         SGLangServer.__init__(
             self,
             model,
@@ -52,7 +52,7 @@ class Instance(SGLangServer, Faulty):
             way="radix",
             role=role,
             args=["--skip-server-warmup", *args],
-            env={**path, "OMP_NUM_THREADS": "1", **self.fault_variables, **variables, **env},
+            env={**ONE_CORE, **path, **self.fault_variables, **variables, **env},
         )
 
     def num_chunks(self) -> int:
