@@ -39,7 +39,8 @@ vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the runners four are run, and of a test over them and over other values every second combination, so that
-    each runner is, and each other value, and of three each two together; all of them in the long form."""
+    each runner is, and each other value, and of three each two together; so is it with any three lists of values. All
+    of them are in the long form."""
     others = {item for item in items if is_for_the_long_form(item)}
     if LONG:
         for item in others:
@@ -51,9 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_for_the_long_form(item: pytest.Item) -> bool:
     """By the places of its values in the lists that they are from."""
-    if not hasattr(item, "callspec") or "runner" not in item.callspec.params:
+    if not hasattr(item, "callspec"):
         return False
-    if item.callspec.params["runner"] is RUNNERS[-1].values[0]:
+    has_runners = "runner" in item.callspec.params
+    if has_runners and item.callspec.params["runner"] is RUNNERS[-1].values[0]:
         return True
     values, places = dict(item.callspec.params), []
     for mark in item.iter_markers("parametrize"):
@@ -62,7 +64,7 @@ def is_for_the_long_form(item: pytest.Item) -> bool:
         rows = [row.values if isinstance(row, PARAM) else row if len(names) > 1 else (row,) for row in mark.args[1]]
         places.append(next((at for at, row in enumerate(rows) if all(map(operator.is_, row, mine))), 0))
     places += [item.callspec.indices[name] for name in values]  # of fixtures
-    return len(places) > 1 and sum(places) % 2 == 1
+    return len(places) > (1 if has_runners else 2) and sum(places) % 2 == 1
 
 
 @pytest.fixture(scope="session")
