@@ -159,6 +159,33 @@ def test_an_engines_figures_are_rates_of_its_metrics():
     assert silent.cause == "no answer"
 
 
+@pytest.mark.parametrize("page", ["<html>It works</html>", "vllm:num_requests_running{ 2", "other_total 7", ""])
+def test_a_page_without_an_engines_metrics_is_said_to_be_none_and_shows_no_zeros(page):
+    with serving(lambda: page) as url:
+        sources = Sources(None, [url], 0.2)
+        wait_for(lambda: sources.have_answered(1))
+        shown = Figures(sources).now()
+        sources.close()
+    (row,) = [line.plain.split() for line in Screen(100).lines(shown) if line.plain.startswith("127.0.0.1:")]
+    assert row[1:] == ["no", "metrics"]
+    assert Screen(100).line(shown).endswith(f"{url} no metrics")
+
+
+def test_a_configured_pool_that_cannot_be_read_is_said_beside_the_engines(tmp_path, monkeypatch):
+    """And the engines are shown beside it, on the screen and in lines."""
+    (tmp_path / "pool").touch()
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", str(tmp_path / "pool"))
+    monkeypatch.setenv("COLUMNS", "200")
+    with serving(lambda: 'vllm:num_requests_running{engine="0"} 7.0\n') as url:
+        text, found = (top("--url", url, "--once", "--interval", 0.2, *more) for more in ([], ["--json"]))
+        assert "no pool" in text.stdout and "127.0.0.1" in text.stdout and text.exit_code == 0
+        assert "is not a pool" in json.loads(found.stdout)["cause"]
+        sources = Sources(None, [url], 0.2, "it is not a pool")
+        wait_for(lambda: sources.have_answered(1))
+        assert f"no pool: it is not a pool  {url} -" in Screen(100).line(Figures(sources).now())
+        sources.close()
+
+
 def test_sglangs_metrics_are_read_as_well():
     series = series_in(
         'mooncake_connector_bytes_total{operation="load"} 8\nmooncake_connector_bytes_total{operation="save"} 2\n'

@@ -59,13 +59,15 @@ def top(
     if as_json and not once:
         raise typer.BadParameter("it goes with --once", param_hint="--json")
     urls = list(dict.fromkeys(map(_checked, url or [])))
+    folder: Path | None = None
+    no_pool = ""
     try:
-        folder: Path | None = pool_.locate(pool)
-    except PoolError:
+        folder = pool_.locate(pool)
+    except PoolError as error:
         if pool is not None or not urls:
             raise
-        folder = None  # engines on other hosts
-    sources = Sources(folder, urls, interval)
+        no_pool = str(error)  # engines may be on other hosts, so it is said and no failure
+    sources = Sources(folder, urls, interval, no_pool)
     try:
         if once:
             _show_once(sources, as_json)

@@ -155,7 +155,7 @@ class Figures:
             unix_s=time.time(),
             pool=None if sources.pool is None else str(sources.pool),
             stats=None if there is None else there[1],
-            cause="" if latest is None else latest.cause,
+            cause=sources.no_pool if latest is None else latest.cause,
             gone_s=time.monotonic() - self._there_s,
             span_s=steps[-1][0] if steps else 0.0,
             rates=_rates(*steps[-1]) if steps else {},

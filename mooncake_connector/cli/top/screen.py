@@ -50,9 +50,9 @@ class Screen:
         parts = [self._head(shown)]
         if shown.stats is not None:
             parts.append(self._pool(shown, shown.stats))
-        elif shown.pool is not None:
+        elif shown.pool is not None or shown.cause:
             parts.append(self._row("no pool", [f"{shown.cause or 'not read yet'}"], "bold red"))
-            if shown.cause:
+            if shown.pool is not None and shown.cause:
                 parts.append(self._row("", [f"for {human_seconds(shown.gone_s)}; looked for again and again"]))
         if shown.engines:
             parts.append(self._table("Engines", _ENGINES, [_engine_row(one) for one in shown.engines]))
@@ -73,21 +73,17 @@ class Screen:
 
     def line(self, shown: Shown) -> str:
         """All of it in one line, for who keeps them: not cut."""
-        if shown.stats is None:
-            return f"{_clock(shown)} no pool: {clean(shown.cause)}"
         rates = shown.rates
-        return "  ".join(
-            [
-                _clock(shown),
-                f"hit {_share(shown.hit_share)}",
-                f"{_number(rates.get('hit_tokens', 0))} tokens/s",
-                f"read {_bytes_s(rates.get('read_nbytes', 0))}",
-                f"stored {_bytes_s(rates.get('stored_nbytes', 0))}",
-                f"fill {_share(_fill(shown.stats))}",
-                f"evicted {_number(rates.get('evicted_pages', 0))}/s",
-                *(f"{clean(one.url)} {_share(one.hit_share)}" for one in shown.engines),
-            ]
-        )
+        pool = [f"no pool: {clean(shown.cause)}"] if shown.stats is None else [
+            f"hit {_share(shown.hit_share)}",
+            f"{_number(rates.get('hit_tokens', 0))} tokens/s",
+            f"read {_bytes_s(rates.get('read_nbytes', 0))}",
+            f"stored {_bytes_s(rates.get('stored_nbytes', 0))}",
+            f"fill {_share(_fill(shown.stats))}",
+            f"evicted {_number(rates.get('evicted_pages', 0))}/s",
+        ]  # fmt: skip
+        engines = [f"{clean(one.url)} {clean(one.cause) or _share(one.hit_share)}" for one in shown.engines]
+        return "  ".join([_clock(shown), *pool, *engines])
 
     def _head(self, shown: Shown) -> list[Text]:
         right = f"{_clock(shown)}, of {shown.span_s:.1f} s" if shown.span_s else _clock(shown)
@@ -216,7 +212,7 @@ def _bytes_s(nbytes: float) -> str:
 def _engine_row(one: Engine) -> tuple[str, ...]:
     name = one.url.removeprefix("http://")
     if one.cause:
-        return (name, "no answer", *[""] * 7)
+        return (name, one.cause, *[""] * 7)
     return (
         f"{name} {one.kind}".rstrip(), _share(one.hit_share), _bytes_s(one.load_nbytes_s), _bytes_s(one.save_nbytes_s),
         f"{one.running:,}", f"{one.waiting:,}", f"{one.saved_s_s:.1f} s/s", f"{_number(one.pool_tokens_s)}/s",

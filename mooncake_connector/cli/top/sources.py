@@ -84,11 +84,11 @@ _OTHERS = (
 
 
 class Sources:
-    """All that one `top` asks."""
+    """All that one `top` asks; `no_pool` says why there is no pool among it."""
 
-    def __init__(self, pool: Path | None, urls: list[str], every_s: float) -> None:
+    def __init__(self, pool: Path | None, urls: list[str], every_s: float, no_pool: str = "") -> None:
         slowly_s = max(every_s, _SLOWLY_S)
-        self.pool, self.every_s = pool, every_s
+        self.pool, self.every_s, self.no_pool = pool, every_s, no_pool
         self.looks = Asking(Glances(pool).look, every_s) if pool is not None else None
         self.users = Asking(lambda: _users(pool), slowly_s) if pool is not None else None
         self.agent = Asking(lambda: ask_report(pool), slowly_s) if pool is not None else None
@@ -123,7 +123,13 @@ def _metrics(url: str) -> Series:
     text = read(f"{url}/metrics")
     if text is None:
         raise PoolError("no answer")
-    return series_in(text)
+    try:
+        series = series_in(text)
+    except Exception:  # of a page that is none of metrics
+        series = {}
+    if not series:
+        raise PoolError("no metrics")
+    return series
 
 
 def series_in(text: str) -> Series:
