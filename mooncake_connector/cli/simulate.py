@@ -15,6 +15,7 @@ import typer
 from mooncake_connector.cli.columns import folded, sheet
 from mooncake_connector.cli.output import Json, print_json, print_table, typed_path, width
 from mooncake_connector.cli.sweep_plot import draw, need_matplotlib
+from mooncake_connector.config.values import MIN_CAPACITY_NBYTES
 from mooncake_connector.kv.identity.shape import ITEMSIZES, read_shape
 from mooncake_connector.sizes import human_nbytes, parse_nbytes
 from store_client.embedded.policies import POLICIES
@@ -40,6 +41,9 @@ def _typed_sizes(text: str) -> list[int | Fraction]:
         wanted = f"expected a range such as 8GiB..512GiB, or up to {_MOST_SIZES} sizes, or shares such as 5%,10%"
         wanted += f"; a pool has at most {human_nbytes(_MOST_NBYTES)}"
         raise typer.BadParameter(f"{text!r}: {wanted}", param_hint="--capacity")
+    if small := [size for size in sizes if isinstance(size, int) and size < MIN_CAPACITY_NBYTES]:
+        said = f"{human_nbytes(small[0])} is less than a pool may have, {human_nbytes(MIN_CAPACITY_NBYTES)}"
+        raise typer.BadParameter(f"{text!r}: {said}: give it a unit, as in 64GiB", param_hint="--capacity")
     return sizes
 
 
