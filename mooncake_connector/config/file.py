@@ -52,16 +52,16 @@ def read_config_file(path: Path) -> dict[Any, tuple[Any, int | None]]:
         raise ConfigError(f"configuration file {path} is not valid {kind}: {error}") from None
 
 
-def read_text(path: Path) -> str:
-    """Raises OSError, and ValueError for what is no small text file."""
+def read_text(path: Path, most_nbytes: int = MAX_FILE_NBYTES) -> str:
+    """Raises OSError, and ValueError for what is no text file of at most so many bytes."""
     # A pipe would block without O_NONBLOCK until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is no regular file")
-        data = file.read(MAX_FILE_NBYTES + 1)
-    if len(data) > MAX_FILE_NBYTES:
-        raise ValueError(f"it has more than {human_nbytes(MAX_FILE_NBYTES)}")
+        data = file.read(most_nbytes + 1)
+    if len(data) > most_nbytes:
+        raise ValueError(f"it has more than {human_nbytes(most_nbytes)}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -133,6 +133,11 @@ def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str]) -> None:
     assert done.exit_code == 2 and arguments[0] in done.stderr
 
 
+def test_a_device_that_never_ends_is_no_configuration() -> None:
+    done = CliRunner().invoke(app, ["size", "/dev/zero"])
+    assert (done.exit_code, "/dev/zero cannot be read" in done.stderr) == (1, True)
+
+
 def test_a_name_that_is_no_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["size", str(tmp_path / "nothing")])
     assert (done.exit_code, "give the folder of its checkpoint" in done.stderr) == (1, True)

@@ -48,7 +48,10 @@ def why(
         ),
     ] = None,
     tokens: Annotated[
-        Path | None, typer.Option("--tokens", metavar="FILE", help="Token ids instead of a prompt; - for stdin.")
+        Path | None,
+        typer.Option(
+            "--tokens", metavar="FILE", parser=typed_path, help="Token ids instead of a prompt; - for stdin."
+        ),
     ] = None,
     request: Annotated[
         str | None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import printable
 
+_MOST_CHARACTERS, _MOST_DIGITS = 64 << 20, 20
 _INSTEAD = "ask a running server with --url, or give --tokens FILE"
 _NEEDED = f"run this in the engine's environment, or install it with `pip install transformers`, or {_INSTEAD}"
 
@@ -25,14 +27,16 @@ def read_tokens(file: Path) -> list[int]:
     Raises PromptError.
     """
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        with nullcontext(sys.stdin) if str(file) == "-" else file.open(encoding="utf-8") as source:
+            text = _read(source)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise PromptError(f"--tokens {file} cannot be read: {reason}") from None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        found = [int(word) if word.isdecimal() else word for word in re.split(r"[\s,]+", text.strip())]
+        words = re.split(r"[\s,]+", text.strip())
+        found = [int(word) if word.isdecimal() and len(word) <= _MOST_DIGITS else word for word in words]
     if isinstance(found, dict):
         found = found.get("tokens", found.get("prompt_token_ids"))
     return token_ids(found, f"--tokens {file}")
@@ -43,9 +47,20 @@ def read_prompt(text: str) -> str:
     if text != "-":
         return text
     try:
-        return sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as error:
+        return _read(sys.stdin)
+    except (OSError, ValueError) as error:
         raise PromptError(f"the prompt on stdin cannot be read: {error}") from None
+
+
+def _read(source: TextIO) -> str:
+    """All of a file, which may be a pipe, or a device that never ends. Raises OSError, ValueError."""
+    try:
+        text = source.read(_MOST_CHARACTERS + 1)
+    except UnicodeDecodeError:
+        raise ValueError("it is no text") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters: is this the right file?")
+    return text
 
 
 def token_ids(found: Any, where: str) -> list[int]:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mooncake_connector.config.file import read_text
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.page import PageFormat
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of an element by the name of a KV dtype."""
+_MOST_NBYTES = 64 << 20
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "num_attention_groups")
@@ -59,7 +61,7 @@ def read_shape(model: Path) -> ModelShape:
     """
     file = model / "config.json" if model.is_dir() else model
     try:
-        config = json.loads(file.read_bytes())
+        config = json.loads(read_text(file, _MOST_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         hint = "give the folder of its checkpoint"

@@ -132,7 +132,10 @@ class TestPrompts:
         (tmp_path / "ids").write_text(text)
         assert prompt.read_tokens(tmp_path / "ids") == [1, 2]
 
-    @pytest.mark.parametrize("text", ["", "hello", "[1, -2]", "[1.5]", '{"a": 1}', "[true]", "3", "null", "[" * 100000])
+    @pytest.mark.parametrize(
+        "text",
+        ["", "hello", "[1, -2]", "[1.5]", '{"a": 1}', "[true]", "3", "null", "[" * 100000, "7" * 5000],
+    )
     def test_what_is_no_list_of_tokens_is_an_error(self, space, model, tmp_path, text):
         (tmp_path / "ids").write_text(text)
         assert "token ids" in refused("--model", model, "--tokens", tmp_path / "ids")
@@ -142,3 +145,4 @@ class TestPrompts:
         assert "give one of a prompt" in refused("--model", model, "--tokens", ids, "a prompt")
         assert "--model" in refused("a prompt")
         assert "cannot be read" in refused("--model", model, "--tokens", "/nowhere/ids")
+        assert "it has more than" in refused("--model", model, "--tokens", "/dev/zero")
