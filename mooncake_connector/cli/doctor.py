@@ -44,7 +44,11 @@ from store_client.embedded.folder import (
 from store_client.embedded.memory_limit import left_for
 from transfer.transports.rdma.settings import RdmaSettings
 
-app = command_group("Check whether an engine would use the pool, or (--url) why a running one hits it as it does.")
+app = command_group(
+    "Check whether an engine would use the pool, or (--url) why a running one hits it as it does.",
+    epilog='Exit codes: 0 no check failed, warnings or not; 1 one failed: its line says why and what to do, and with '
+    '--json "ok" is false; 2 wrong usage; 130 interrupted.',
+)
 
 TransferConfig = Annotated[
     str | None,

@@ -36,11 +36,11 @@ class Group(TyperGroup):
             formatter.write_dl(rows)
 
 
-def command_group(help: str, cls: type[Group] = Group, **more: Any) -> typer.Typer:
+def command_group(help: str, cls: type[Group] = Group, *, epilog: str = EXIT_CODES, **more: Any) -> typer.Typer:
     """Commands with help in plain text: its examples keep their lines, and nothing is cut in a narrow terminal."""
     columns = max(30, min(shutil.get_terminal_size().columns, 100))
     return typer.Typer(
-        help=help, cls=cls, epilog=EXIT_CODES, no_args_is_help=True, rich_markup_mode=None,
+        help=help, cls=cls, epilog=epilog, no_args_is_help=True, rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "terminal_width": columns}, **more,
     )  # fmt: skip
 

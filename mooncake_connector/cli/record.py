@@ -42,7 +42,8 @@ def record(
     """Record which pages of the pool are used when, for `simulate`: no text, no tokens, no names of pages.
 
     Looks at the pool five times a second; engines notice nothing, and nothing is recorded but by this command. Of a
-    model whose ranks store parts of pages, one rank's are recorded. Ctrl-C ends it, and keeps what there is.
+    model whose ranks store parts of pages, one rank's are recorded. Ctrl-C ends it well and keeps what there is: before
+    the pool's first page that is no file.
 
     \b
     Examples:
@@ -58,6 +59,9 @@ def record(
             file.touch(exist_ok=False)  # what cannot be written is said now, not when the first page comes
             file.unlink()
         space = _choose(store, namespace, ends_s)
+        if space is None:
+            _say(None, 0, as_json)
+            return
         watch = Watch(identify((space.namespace.digest, space.shard)))
         store.used_chains(watch)
         recording = Recording(file, space.namespace.page_tokens, requests)
@@ -68,10 +72,14 @@ def record(
                 f"{file}: {error.strerror or error}; the {recording.requests:,} requests until then are in it, and "
                 "`simulate` reads them"
             ) from None
+    _say(file, recording.requests, as_json)
+
+
+def _say(file: Path | None, requests: int, as_json: bool) -> None:
     if as_json:
-        print_json({"file": str(file), "requests": recording.requests})
+        print_json({"file": None if file is None else str(file), "requests": requests})
     else:
-        typer.echo(f"{recording.requests:,} requests in {file}")
+        typer.echo(f"{requests:,} requests in {file}" if file is not None else "nothing was recorded: there is no file")
 
 
 def _follow(store: EmbeddedStore, watch: Watch, recording: Recording, ends_s: float) -> None:
@@ -86,8 +94,8 @@ def _follow(store: EmbeddedStore, watch: Watch, recording: Recording, ends_s: fl
         recording.close()
 
 
-def _choose(store: EmbeddedStore, beginning: str | None, ends_s: float) -> SpaceInfo:
-    """The space with the most pages, of this namespace where one is given; the first that there is."""
+def _choose(store: EmbeddedStore, beginning: str | None, ends_s: float) -> SpaceInfo | None:
+    """The space with the most pages, of this namespace where one is given; the first that there is, None at Ctrl-C."""
     digest, told = pool_.find_namespace(store, beginning), False
     while True:
         spaces = [each for each in store.namespaces() if digest in (None, each.namespace.digest)]
@@ -99,4 +107,7 @@ def _choose(store: EmbeddedStore, beginning: str | None, ends_s: float) -> Space
         if not told:
             typer.echo("the pool has no pages yet: the recording begins after the first of them", err=True)
             told = True
-        time.sleep(_LOOK_PERIOD_S)
+        try:
+            time.sleep(_LOOK_PERIOD_S)
+        except KeyboardInterrupt:
+            return None

@@ -48,6 +48,8 @@ class TestHelp:
             (["store", "restore", "--help"], ["DIR", "exit code is 3", "mooncake-connector store restore /mnt/"]),
             (["top", "--help"], ["--url", "--interval", "--once", "Ctrl-C ends it", "mooncake-connector top"]),
             (["store", "destroy", "--help"], ["--yes", "mooncake-connector store destroy"]),
+            (["doctor", "--help"], ["--url", "Exit codes: 0 no check failed", '"ok" is false']),
+            (["record", "--help"], ["Ctrl-C ends it well", "that is no file"]),
         ],
         ids=lambda value: " ".join(value) if value[-1] == "--help" else "",
     )  # fmt: skip

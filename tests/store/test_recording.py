@@ -152,6 +152,17 @@ def test_a_recording_of_a_pool_without_pages_begins_after_the_first(pool, tmp_pa
     assert [len(request.pages) for request in read_trace(file).requests] == [5]
 
 
+@pytest.mark.parametrize("more, said", [([], "nothing was recorded"), (["--json"], '"file": null')])
+def test_ctrl_c_before_the_first_page_ends_it_as_well_as_later(pool, tmp_path, monkeypatch, more, said):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record_.time, "sleep", interrupted)
+    with EmbeddedStore(pool):
+        result = CliRunner().invoke(app, ["record", str(tmp_path / "r"), "--pool", str(pool), *more])
+    assert (result.exit_code, said in result.stdout, (tmp_path / "r").exists()) == (0, True, False)
+
+
 def test_a_recording_that_cannot_be_written_does_not_wait_for_pages(pool, tmp_path):
     with EmbeddedStore(pool):
         result = CliRunner().invoke(app, ["record", str(tmp_path / "none" / "r"), "--pool", str(pool), "--for", "0.3s"])
