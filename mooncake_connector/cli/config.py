@@ -122,10 +122,12 @@ def _plain(value: Any) -> Any:
 
 
 def _text(setting: Setting, values: Mapping[str, Any]) -> str:
-    value = setting.value
-    if value is None:
-        return _unset(setting.name, values)
-    if setting.name == "capacity":
+    return _unset(setting.name, values) if setting.value is None else text_of(setting.name, setting.value)
+
+
+def text_of(name: str, value: Any) -> str:
+    """A value that is set, for people; of a tier its name."""
+    if name == "capacity":
         return human_nbytes(value)
     if isinstance(value, tuple):
         return ", ".join(each.title if isinstance(each, TierSettings) else each for each in value)

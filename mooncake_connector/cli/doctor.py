@@ -22,6 +22,7 @@ import typer
 from mooncake_connector.checks import Check, Verdict, failed, ok, warning
 from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli import doctor_url
+from mooncake_connector.cli.config import text_of
 from mooncake_connector.cli.doctor_rdma import rdma_checks
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, Json, PoolFolder, command_group, print_json, styled, width
@@ -183,11 +184,11 @@ def _own_checks(transfers: bool, engine_json: Mapping[str, Any] | None) -> Itera
         yield failed("configuration", str(error))
         return
     changed = {
-        field: getattr(config, field)
+        field: text_of(field, getattr(config, field))
         for field in Config.__struct_fields__
         if getattr(config, field) != getattr(Config(), field)
     }
-    yield ok("configuration", ", ".join(f"{name} = {value}" for name, value in changed.items()) or "defaults")
+    yield ok("configuration", "; ".join(f"{name} = {text}" for name, text in changed.items()) or "defaults")
     if config.prefix_reuse:
         yield from pool_checks(config)
     if transfers:

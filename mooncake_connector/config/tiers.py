@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_connector.config.values import Nbytes, decode, shown
-from mooncake_connector.log import printable
 
 MAX_TIERS = 8
 
@@ -115,6 +114,29 @@ KINDS: dict[str, type[TierSettings]] = {
 }  # fmt: skip
 
 
+_SIZE = "a size from 1MiB to 1PiB, such as 800GiB"
+_TEXT = "text of 1 to 1024 characters"
+ALLOWED = {
+    "name": "1 to 64 of a-z, 0-9, _ and -, beginning with a letter or a digit",
+    "write": '"all", "reused" or "none"',
+    **dict.fromkeys(("share", "direct", "soft_pin"), "true or false"),
+    "bandwidth": "bytes a second, at least 1MiB, such as 200MiB",
+    "timeout_s": "seconds, more than 0 and at most 600",
+    "path": "an absolute path",
+    **dict.fromkeys(("capacity", "daily_writes", "segment", "buffer"), _SIZE),
+    **dict.fromkeys(("master", "metadata", "host", "tenant", "cluster_id", "region"), _TEXT),
+    "protocol": '"tcp" or "rdma"',
+    "device": "text of at most 1024 characters",
+    "replicas": "a whole number from 1 to 16",
+    "url": "s3://BUCKET/PREFIX without blanks and @; credentials come from the environment",
+    "endpoint": "http://HOST:PORT or https://HOST:PORT without blanks and @; credentials come from the environment",
+    "keep_days": "days, more than 0 and at most 36500",
+}
+"""What each key may be, in words."""
+_PRIVATE = {"url", "endpoint"}
+"""Keys in which a person may put a password: a message does not repeat what was refused."""
+
+
 class Tiers(tuple[AnyTier, ...]):
     """The tiers of a pool, nearest first."""
 
@@ -126,7 +148,7 @@ def decode_tiers(value: Any, *, strict: bool) -> Tiers:
     """
     if isinstance(value, str) and not strict:
         text = value.strip()
-        value = msgspec.json.decode(text) if text[:1] in ("[", "{") else [name.strip() for name in text.split(",")]
+        value = _parsed(text) if text[:1] in ("[", "{") else [name.strip() for name in text.split(",")]
     if not isinstance(value, list) or len(value) > MAX_TIERS:
         seen = f"{len(value)} tiers" if isinstance(value, list) else _seen(value)
         raise ValueError(f"{seen}: expected a list of at most {MAX_TIERS} tiers")
@@ -140,6 +162,13 @@ def decode_tiers(value: Any, *, strict: bool) -> Tiers:
         if place is not None and (other := titles_at.setdefault(place, tier.title)) != tier.title:
             raise ValueError(f"{other} and {tier.title} have the same path {shown(place)}: give each its own")
     return tiers
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"it begins as JSON and is none: {error}; put it in single quotes for a shell") from None
 
 
 def place_of(tier: AnyTier) -> str | None:
@@ -173,11 +202,23 @@ def _decode_tier(number: int, entry: Any) -> AnyTier:
             )
     for field in known:
         if field.required and field.name not in fields:
-            raise ValueError(f"tier {number} ({kind}) lacks `{field.name}`")
+            raise ValueError(f"tier {number} ({kind}) lacks `{field.name}`: expected {ALLOWED[field.name]}")
+    made = KINDS[kind](**{
+        field.name: _decode_field(f"tier {number} ({kind})", field, fields[field.name])
+        for field in known
+        if field.name in fields
+    })  # fmt: skip
+    assert isinstance(made, AnyTier)
+    return made
+
+
+def _decode_field(where: str, field: msgspec.structs.FieldInfo, value: Any) -> Any:
     try:
-        return msgspec.convert(fields, AnyTier, dec_hook=lambda wanted, seen: decode(wanted, seen, True))
-    except (msgspec.ValidationError, ValueError, OverflowError) as error:  # of msgspec 0.21 the first is the second
-        raise ValueError(f"tier {number} ({kind}): {printable(str(error), 200)}") from None
+        return msgspec.convert(value, field.type, dec_hook=lambda wanted, seen: decode(wanted, seen, True))
+    except (msgspec.ValidationError, ValueError, OverflowError):
+        seen = "not shown here" if field.name in _PRIVATE and isinstance(value, str) else _seen(value)
+        allowed = ALLOWED[field.name] + (", or null" if field.default is None else "")
+        raise ValueError(f"{where}: {field.name} is {seen}: expected {allowed}") from None
 
 
 def _seen(value: Any) -> str:

@@ -134,6 +134,12 @@ class TestConfiguration:
         status, detail = outcome_of("configuration")
         assert status == "ok" and f"pool = {pool}" in detail and "page_tokens" not in detail
 
+    def test_tiers_and_lists_are_words(self, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TIERS", '[{"kind":"disk","path":"/a","capacity":"1GiB"}, "mooncake"]')
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSPORTS", "shm,tcp")
+        status, detail = outcome_of("configuration")
+        assert status == "ok" and detail.endswith("capacity = 32.0 MiB; tiers = disk, mooncake; transports = shm, tcp")
+
     def test_one_that_cannot_be_used_is_told(self, monkeypatch):
         monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "63")
         assert_outcome("configuration", "failed", "MOONCAKE_CONNECTOR_PAGE_TOKENS is '63'")

@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_config
-from mooncake_connector.config.tiers import KINDS, Tiers
+from mooncake_connector.config.tiers import ALLOWED, KINDS, Tiers
 from mooncake_connector.errors import ConfigError
 
 LONGEST_MESSAGE = 1500  # names every setting there is
@@ -297,6 +298,22 @@ class TestTiers:
     def test_what_may_be_secret_is_not_shown(self, value):
         assert "hunter2" not in refused({"tiers": value}, {})
         assert "hunter2" not in refused({}, {"MOONCAKE_CONNECTOR_TIERS": json.dumps(value)})
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_wrong_value_is_told_with_its_key_and_what_is_allowed(self, kind):
+        required = {"path": "/a", "capacity": "1GiB", "url": "s3://a"}
+        for field in msgspec.structs.fields(KINDS[kind]):
+            given = {name: value for name, value in required.items() if name in KINDS[kind].__struct_fields__}
+            wrong = [] if field.name in ("url", "endpoint") else -5
+            seen = "a list" if wrong == [] else "-5"
+            message = refused({"tiers": [{"kind": kind, **given, field.name: wrong}]}, {})
+            assert f"tier 1 ({kind}): {field.name} is {seen}: expected {ALLOWED[field.name]}" in message
+            assert message.endswith(", or null") == (field.default is None)
+
+    def test_text_that_begins_as_json_and_is_none_is_told_what_to_do(self):
+        message = refused({}, {"MOONCAKE_CONNECTOR_TIERS": "[{kind: disk}]"})
+        assert message.startswith("environment variable MOONCAKE_CONNECTOR_TIERS: it begins as JSON and is none")
+        assert message.endswith("put it in single quotes for a shell")
 
     @pytest.mark.parametrize("kind", ["disk", "folder"])
     def test_two_on_one_path_are_refused(self, tmp_path, kind):
