@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
+
+from mooncake_connector.log import log_once
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,6 +76,16 @@ def apart(work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[
         _do(future, partial(work, *args, **kwargs))
     threads.shutdown(wait=False)
     return future
+
+
+def done_apart(
+    work: Callable[[], Any], limit_s: float, cause: str, said: str, logger: logging.Logger, level: int = logging.WARNING
+) -> bool:
+    """Have `work` done `apart`; whether it ends within `limit_s`. Else it goes on, and `said % limit_s` is logged."""
+    if wait([apart(work)], limit_s).not_done:
+        log_once(cause, said, limit_s, level=level, logger=logger)
+        return False
+    return True
 
 
 def _do(future: Future[R], call: Callable[[], R]) -> None:

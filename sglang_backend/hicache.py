@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from mooncake_connector.misses import Miss
-from mooncake_connector.threads import apart
+from mooncake_connector.threads import done_apart
 from sglang_backend import own_settings
 from sglang_backend.calls import first_slots, page_keys, parent_key
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
@@ -299,8 +298,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
                 if view is not None:
                     view.clear()
 
-        if wait([apart(clear)], _CLEAR_S).not_done:
-            log_once("sglang.clear", "clearing the pool takes longer than %g s, and goes on", _CLEAR_S, logger=logger)
+        done_apart(clear, _CLEAR_S, "sglang.clear", "clearing the pool takes longer than %g s, and goes on", logger)
 
     def get_stats(self) -> StorageMetrics:
         """What was moved since the last call. SGLang's scheduler asks in each of its rounds."""
@@ -318,8 +316,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def close(self) -> None:
         """Let go of the store; every later call misses. May be called twice, also by SGLang's scheduler."""
         self._movers.stop()
-        if self._store is not None and wait([apart(contained(nothing)(self._store.close))], _CLOSE_S).not_done:
-            log_once("sglang.close", "closing the pool takes longer than %g s, and goes on", _CLOSE_S, logger=logger)
+        if self._store is not None:
+            said = "closing the pool takes longer than %g s, and goes on"
+            done_apart(contained(nothing)(self._store.close), _CLOSE_S, "sglang.close", said, logger)
 
     def _check_page_size(self, pool: HostKVCache) -> None:
         page_size = getattr(pool, "page_size", None)

@@ -12,13 +12,13 @@ import logging
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
-from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.threads import DaemonThreads, apart
+from mooncake_connector.log import get_logger
+from mooncake_connector.threads import DaemonThreads, done_apart
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import Address, RankCard
 from transfer.control.listener import Listener, listen
@@ -239,9 +239,8 @@ class Node:
         for region in self._memory.regions:
             with contextlib.suppress(TransferError):  # what is still written then, closing cuts off
                 self._memory.unregister(region)
-        if wait([apart(self._end_threads)], _END_S).not_done:
-            said = "a thread still works on KV that was to be transferred: after %g s the engine gets its memory back"
-            log_once("transfer.end", said, _END_S, level=logging.ERROR, logger=logger)
+        said = "a thread still works on KV that was to be transferred: after %g s the engine gets its memory back"
+        done_apart(self._end_threads, _END_S, "transfer.end", said, logger, logging.ERROR)
 
     @contained(nothing)
     def _end_threads(self) -> None:

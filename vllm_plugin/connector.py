@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from mooncake_connector.config.sources import load_config, load_settings
 from mooncake_connector.config.values import PageTokens
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
-from mooncake_connector.threads import apart
+from mooncake_connector.threads import done_apart
 from transfer.control.connection import Access
 from transfer.transports.registry import check_configured
 from vllm_plugin.geometry import Geometry, Unsupported
@@ -257,8 +256,9 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         side, self._worker, self._scheduler = self._worker or self._scheduler, None, None
         # vLLM also calls this where the collector of cycles meets an engine of its user's process (`InprocClient`).
-        if side is not None and wait([apart(contained(nothing)(side.close))], _CLOSE_S).not_done:
-            log_once("shutdown", "an engine's end takes longer than %d s, and goes on", _CLOSE_S, logger=logger)
+        if side is not None:
+            said = "an engine's end takes longer than %d s, and goes on"
+            done_apart(contained(nothing)(side.close), _CLOSE_S, "shutdown", said, logger)
 
     def _step(self) -> StepMetadata:
         metadata = self._connector_metadata

@@ -1,5 +1,6 @@
 """Threads that nobody waits for; what the collector of cycles may call waits for no lock that it may be inside of."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -7,7 +8,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from mooncake_connector.threads import DaemonThreads, apart
+from mooncake_connector.threads import DaemonThreads, apart, done_apart
 
 
 def test_what_needs_a_lock_of_who_calls_it_goes_on_when_that_is_free():
@@ -25,6 +26,15 @@ def test_what_needs_a_lock_of_who_calls_it_goes_on_when_that_is_free():
     caller.start()
     caller.join(60.0)
     assert was_over == [False] and is_done.wait(60.0)
+
+
+def test_what_is_late_goes_on_and_is_logged_and_what_is_not_is_not(caplog):
+    logger, go_on, is_done = logging.getLogger("test_threads"), threading.Event(), threading.Event()
+    assert done_apart(bool, 60.0, "threads.test", "it takes longer than %g s", logger)
+    assert not done_apart(lambda: go_on.wait(60) and is_done.set(), 0.05, "threads.test", "over %g s", logger, 40)
+    go_on.set()
+    assert is_done.wait(60.0)
+    assert [(one.levelno, one.getMessage()) for one in caplog.records] == [(logging.ERROR, "over 0.05 s")]
 
 
 def test_its_result_is_waited_for_and_its_thread_ends():
