@@ -166,9 +166,9 @@ class MooncakeCluster(Tier):
 
     def stats(self) -> TierStats:
         settings = self._settings
-        notes = {"master": settings.master, "protocol": settings.protocol, "state": self._link.state}
-        if notes["state"] != "connected":
-            notes["not open"] = notes["state"]
+        state = self._link.state
+        notes = {"master": settings.master, "protocol": settings.protocol}
+        notes |= {"state": state} if state == "connected" else {"not open": state}
         with self._lock:
             notes |= {what: str(count) for what, count in sorted(self._counts.items())}
         if self._link.setups > 1:
