@@ -239,7 +239,7 @@ def _namespace(
     if args.quantization_param_path:
         scales = Path(args.quantization_param_path)
         own["kv_scales"] = files_digest(scales.parent, (scales.name,))
-    source = "remote_instance" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
+    source = "weight_cache" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
     digest, adapters = config.model_id or weights_digest(args.model_path, args.revision, source), _adapters(args)
     if in_memory.are_of_files:
         loaded_files.check(args, config.model_id)  # behind the digests, which take a while

@@ -17,6 +17,7 @@ from mooncake_connector.kv.namespace import canonical_json
 
 _ELSEWHERE = {
     "remote_instance": "another process's memory",  # SGLang's
+    "weight_cache": "another process's memory",  # SGLang's daemon
     "ipc_cache": "another process's memory",  # vLLM's, which compares the headers of the files, not their content
     "modelexpress": "another process's memory",
     "tensorizer": "the place that the loader's own settings name",
