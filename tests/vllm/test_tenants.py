@@ -475,11 +475,7 @@ def test_media_that_vllm_numbers_have_no_name(
         engine.prefix.finished(request)
 
 
-@pytest.mark.parametrize(
-    "request_like",
-    [{"prompt_embeds": torch.zeros(100, 64)}, {"resumable": True}],
-    ids=["prompt_embeds", "resumable"],
-)
+@pytest.mark.parametrize("request_like", [{"prompt_embeds": torch.zeros(100, 64)}, {"resumable": True}], ids=" ".join)
 def test_a_request_without_a_name_for_its_kv_is_left_alone(start: Start, faults, request_like: dict[str, Any]) -> None:
     engine = start()
     name = engine.add(PROMPT, 3, **request_like)
