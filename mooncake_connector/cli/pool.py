@@ -80,6 +80,7 @@ def match_namespace(known: Mapping[bytes, str], beginning: str | None, where: st
         return matching[0]
     listed = ", ".join(f"{digest.hex()[:ID_DIGITS]} ({name})" for digest, name in sorted(known.items())) or "none"
     problem = "is the beginning of several namespaces" if matching else f"is no namespace of {where}"
+    problem = problem if beginning else "is empty"
     raise PoolError(f"--namespace {beginning!r} {problem}; it has {listed}")
 
 

@@ -36,15 +36,14 @@ def read_config_file(path: Path) -> dict[Any, tuple[Any, int | None]]:
     Raises ConfigError for a file that cannot be read or parsed, or that holds something else than keys with values.
     """
     suffix = path.suffix.lower()
+    named = f"configuration file {printable(str(path))} (from MOONCAKE_CONNECTOR_CONFIG)"
     if suffix not in _TOML | _YAML:
-        raise ConfigError(f"configuration file {path} has suffix {suffix!r}: expected .toml, .yaml or .yml")
+        raise ConfigError(f"{named} has suffix {suffix!r}: expected .toml, .yaml or .yml")
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(
-            f"configuration file {printable(str(path))} (from MOONCAKE_CONNECTOR_CONFIG) cannot be read: {reason}"
-        ) from None
+        raise ConfigError(f"{named} cannot be read: {reason}") from None
     try:
         return _toml(text) if suffix in _TOML else _yaml(text)
     except ValueError as error:

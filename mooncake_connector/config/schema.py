@@ -52,11 +52,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = PageTokens(64)
     model_id: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\S")] | None,
         _field(
             "Identifies the model instead of the content of its files. Set it where the weights cannot be read from "
             "local files, and change it whenever the weights change: instances with the same `model_id` share pages.",
-            "text of 1 to 256 characters; null to hash the model's files",
+            "text of 1 to 256 characters that are not all blank; null to hash the model's files",
         ),
     ] = None
     min_hit_tokens: Annotated[

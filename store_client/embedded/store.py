@@ -60,7 +60,7 @@ class EmbeddedStore(Store):
         rebuild: bool = True,
     ) -> None:
         if eviction is not None and eviction not in POLICIES:
-            raise PoolError(f"eviction {eviction!r} is unknown: expected one of {sorted(POLICIES)}")
+            raise PoolError(f"eviction {eviction!r} is unknown: expected one of {', '.join(POLICIES)}")
         if path is None:
             path, notice = folder.choose_default(capacity_nbytes)
             if notice:
@@ -204,7 +204,7 @@ class EmbeddedStore(Store):
     def choose_eviction(self, name: str, *, deadline_s: float = 10.0) -> None:
         """Name the pool's eviction policy, one of `POLICIES`, for all its processes. Raises PoolError."""
         if name not in POLICIES:
-            raise PoolError(f"eviction {name!r} is unknown: expected one of {sorted(POLICIES)}")
+            raise PoolError(f"eviction {name!r} is unknown: expected one of {', '.join(POLICIES)}")
         deadline = time.monotonic() + deadline_s
         self._handle.ask(self._closed, lambda pool: pool.writer.choose_eviction(name, deadline))
 

@@ -146,3 +146,8 @@ def test_what_is_no_trace_is_named(tmp_path, text, words):
 def test_a_trace_that_is_not_there(tmp_path):
     with pytest.raises(BenchError, match="cannot be read: No such file"):
         read_trace(tmp_path / "t.jsonl")
+
+
+def test_a_device_that_never_ends_is_no_trace():
+    with pytest.raises(BenchError, match="/dev/zero, line 1 is no request"):
+        read_trace(Path("/dev/zero"))

@@ -136,10 +136,11 @@ class TestClear:
         run("clear", "--yes", "--namespace", SMALL_ID[:8].upper())
         assert pages() == {"org/[large]": 7, "org/small": 0}
 
-    @pytest.mark.parametrize("beginning", ["zz", ""])
-    def test_an_id_that_does_not_name_one_namespace_is_an_error_that_lists_them(self, run, pages, beginning):
+    @pytest.mark.parametrize("beginning, said", [("zz", "is no namespace of this pool"), ("", "is empty")])
+    def test_an_id_that_does_not_name_one_namespace_is_an_error_that_lists_them(self, run, pages, beginning, said):
         result = run("clear", "--yes", "--namespace", beginning)
-        assert result.exit_code == 1 and f"{SMALL_ID[:8]} (org/small)" in result.stderr
+        assert result.exit_code == 1 and f"{said}; it has " in result.stderr
+        assert f"{SMALL_ID[:8]} (org/small)" in result.stderr
         assert sum(pages().values()) == 10
 
     @pytest.mark.parametrize("arguments", [[], ["--namespace", "zz"]], ids=["question", "error"])

@@ -107,7 +107,7 @@ BAD_VALUES = [
     ("capacity", "1MiB", [0, -1]),
     ("capacity", "1024TiB", ["2000TiB", "9" * 30]),
     ("page_tokens", POWER, [63, 8, 2048, -64, 64.0, True, "64", None]),
-    ("model_id", TEXT, ["", ["m"], 7]),
+    ("model_id", TEXT, ["", " ", "\t\n", ["m"], 7]),
     ("min_hit_tokens", "integer from 1 to 1048576", [0, "64"]),
     ("load_deadline_s", f"{ABOVE_0} 600", [0, -1.0, float("nan"), float("inf")]),
     ("save_deadline_s", f"{ABOVE_0} 600", ["5", True]),
@@ -183,7 +183,7 @@ def test_what_is_unknown_is_refused_with_its_nearest_neighbour(settings, environ
         ("config.yaml", "page_tokens: [", "not valid YAML.*line 1"),
         ("config.yaml", "- page_tokens", "holds a list"),
         ("config.yaml", "64: 64", "unknown configuration key 64"),
-        ("config.json", "{}", r"suffix '\.json': expected \.toml, \.yaml or \.yml"),
+        ("config.json", "{}", r"MOONCAKE_CONNECTOR_CONFIG\) has suffix '\.json': expected \.toml, \.yaml or \.yml"),
         ("config.yaml", "pool: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )

@@ -318,7 +318,7 @@ def test_the_pool_names_its_policy_and_a_process_that_asks_for_another_is_told(p
     caplog.clear()
     with EmbeddedStore(pool) as store:
         assert store.eviction == "auto" and not [r for r in caplog.records if "evicts by" in r.message]
-        with pytest.raises(PoolError, match="eviction 'fifo' is unknown: expected one of"):
+        with pytest.raises(PoolError, match="eviction 'fifo' is unknown: expected one of lru, "):
             store.choose_eviction("fifo")
 
 

@@ -101,7 +101,8 @@ def printed_by(python: str | Path, program: str, otherwise: str, *arguments: str
     try:
         done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, timeout=180)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"{python} cannot be run: {error}: {otherwise}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BenchError(f"{python} cannot be run: {reason}: {otherwise}") from error
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise BenchError(f"{python} lacks something ({reason}): {otherwise}")

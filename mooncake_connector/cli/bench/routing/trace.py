@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from mooncake_connector.cli.bench.measure import BenchError
 
+_LONGEST_LINE = 64 << 20
 BLOCK_TOKENS = 512
 """Of a prompt, which one hash stands for; equal hashes are equal prefixes."""
 
@@ -23,12 +25,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 def read_trace(path: Path) -> list[Asked]:
     """A JSON object a line, in the order of their times; raises BenchError for what is no trace."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise BenchError(f"{path} cannot be read: {error.strerror or error}") from None
     decoder, found = msgspec.json.Decoder(Asked), []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
             asked = decoder.decode(line)
         except msgspec.DecodeError as error:
@@ -39,3 +37,13 @@ def read_trace(path: Path) -> list[Asked]:
     if not found:
         raise BenchError(f"{path} has no requests")
     return sorted(found, key=lambda one: one.timestamp)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """One at a time, and a piece of one that is too long for a request: a device may have no end."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                yield line
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror or error}") from None
