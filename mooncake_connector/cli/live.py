@@ -149,8 +149,8 @@ def _get(url: str) -> bytes:
 
 
 def fetch(request: urllib.request.Request, patience_s: float) -> bytes:
-    """The body of what is answered; a person who waits for it is told so. Raises OSError where it is late."""
-    ends_s, parts = time.monotonic() + patience_s, [b""]
+    """The body of what is answered; a person who waits for it is told so. Raises OSError: late, too long."""
+    ends_s, parts, nbytes = time.monotonic() + patience_s, [b""], 0
     note = f"waiting for {printable(request.full_url, 200)}, at most {patience_s:.0f} s"
     waits = threading.Timer(_QUIET_S, typer.echo, (note,), {"err": True})
     waits.daemon = True
@@ -158,9 +158,10 @@ def fetch(request: urllib.request.Request, patience_s: float) -> bytes:
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=patience_s) as response:
-            while (part := response.read1(_MAX_NBYTES)) and sum(map(len, parts)) < _MAX_NBYTES:
+            while part := response.read1(_MAX_NBYTES):
                 parts.append(part)
-                if time.monotonic() > ends_s:
+                nbytes += len(part)
+                if time.monotonic() > ends_s or nbytes > _MAX_NBYTES:
                     raise TimeoutError("the answer does not end")
     finally:
         waits.cancel()

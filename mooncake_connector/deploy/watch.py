@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 POLL_S = 1.0
 _PATIENCE_S = 10.0
+_MAX_NBYTES = 64 << 20
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """A proxy of the environment has no business between processes of one machine."""
 
@@ -105,10 +106,11 @@ def status_of(url: str) -> int:
 
 
 def read(url: str) -> str | None:
-    """What is answered with success; None for anything else."""
+    """What is answered with success; None for anything else, and for what is far too long."""
     try:
         with _OPENER.open(url, timeout=_PATIENCE_S) as reply:
-            return str(reply.read().decode(errors="replace"))
+            said = reply.read(_MAX_NBYTES + 1)
+            return None if len(said) > _MAX_NBYTES else str(said.decode(errors="replace"))
     except (OSError, ValueError, urllib.error.URLError):
         return None
     except Exception:  # http.client's, of an answer that is none

@@ -249,6 +249,14 @@ def test_text_for_people(serve: Serve) -> None:
     assert result.exit_code == 0 and "warning missed" in result.stdout and "hit rate" in result.stdout
 
 
+def test_an_answer_that_is_far_too_long_is_none(serve: Serve, monkeypatch) -> None:
+    page = figures(VLLM, 250, {"evicted": 750})
+    for limit, code, said in ((len(page), 0, "hit rate"), (len(page) - 1, 1, "the answer does not end")):
+        monkeypatch.setattr(live, "_MAX_NBYTES", limit)
+        result = doctor("--url", serve({"/metrics": page}))
+        assert result.exit_code == code and said in result.stdout
+
+
 @pytest.mark.parametrize("command", [["doctor"], ["why", "prompt"]])
 def test_an_answer_that_does_not_end_is_waited_for_for_a_while_and_said(monkeypatch, command) -> None:
     class Endless(BaseHTTPRequestHandler):

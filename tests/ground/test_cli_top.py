@@ -22,6 +22,7 @@ from mooncake_connector.cli.main import app
 from mooncake_connector.cli.top.figures import Engine, Figures, Shown, Tier
 from mooncake_connector.cli.top.screen import Screen, draws_bars
 from mooncake_connector.cli.top.sources import Sources, series_in
+from mooncake_connector.deploy import watch
 from mooncake_connector.metrics.registry import AGES_S
 from store_client import EmbeddedStore, StoreStats
 from store_client.embedded import PoolUser
@@ -157,6 +158,14 @@ def test_an_engines_figures_are_rates_of_its_metrics():
     assert engine.transports["tcp"] == 0 and engine.transports["cma"] == pytest.approx(5e6 / span_s, rel=0.2)
     assert engine.failures == {"load_deadline": 3} and engine.sent_nbytes["tcp"] == 7
     assert silent.cause == "no answer"
+
+
+def test_a_page_that_is_far_too_long_is_no_answer(monkeypatch):
+    page = 'vllm:num_requests_running{engine="0"} 7.0\n'
+    with serving(lambda: page) as url:
+        assert watch.read(f"{url}/metrics") == page
+        monkeypatch.setattr(watch, "_MAX_NBYTES", len(page) - 1)
+        assert watch.read(f"{url}/metrics") is None
 
 
 @pytest.mark.parametrize("page", ["<html>It works</html>", "vllm:num_requests_running{ 2", "other_total 7", ""])
