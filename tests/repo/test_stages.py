@@ -42,14 +42,17 @@ def test_two_stages_run_side_by_side_and_each_is_shown_as_a_whole(stages, tmp_pa
 
 
 def test_a_stage_that_idles_runs_beside_as_many_as_there_are_cores_and_no_other_does(stages, tmp_path):
-    """The first two end once the one that idles has begun, and begin before the last."""
+    """The first two end once the one that idles has begun, and begin before the last; one more that idles waits."""
     here = f"import os, time; names = lambda: os.listdir(r'{tmp_path}')\n"
     waits = here + "while 'idles' not in names(): time.sleep(0.01)\ntime.sleep(0.3)\nassert 'last' not in names()"
     for name in ("one", "two"):
         stages[name] = run.Stage([python(waits)], limit_s=60)
     stages["last"] = run.Stage([python(f"open(r'{tmp_path}/last', 'w').close()")], limit_s=60)
-    stages["idles"] = run.Stage([python(f"open(r'{tmp_path}/idles', 'w').close()")], limit_s=60, idles=True)
-    assert run.main(["one", "two", "last", "idles"]) == 0
+    alone = here + f"open(r'{tmp_path}/idles', 'w').close()\n"
+    alone += "time.sleep(0.3)\nassert 'more' not in names()"
+    stages["idles"] = run.Stage([python(alone)], limit_s=60, idles=True)
+    stages["more"] = run.Stage([python(f"open(r'{tmp_path}/more', 'w').close()")], limit_s=60, idles=True)
+    assert run.main(["one", "two", "last", "idles", "more"]) == 0
 
 
 def test_every_way_to_fail_counts_and_stops_no_other_stage(stages, tmp_path, capfd):

@@ -3,7 +3,8 @@
     run.py STAGE...
 
 Two stages run side by side where there are two cores, in the order given, so the longest are given first: a server
-spends its start on one core, and most tests wait for something. One that waits for most of its time runs beside them.
+spends its start on one core, and most tests wait for something. One that waits for most of its time runs beside them,
+one such at a time.
 What such a stage prints is shown when it has ended. A stage that fails does not stop the others. Where a file system
 has too little room for the tests nothing is run at all: they would fail in ways that say nothing of it.
 
@@ -150,7 +151,7 @@ STAGES = {
         limit_s=4500,
     ),
     "e2e-sglang": Stage([pytest(VLLM, "-v", "tests/e2e/sglang")], limit_s=2400),
-    "sglang-pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd_sglang", "tests/e2e/deploy")], limit_s=2400),
+    "sglang-pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd_sglang", "tests/e2e/deploy")], limit_s=2400, idles=True),
     "pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd")], limit_s=4500),
     "long": Stage(
         [
@@ -325,10 +326,11 @@ def begin(name: str, *, alone: bool) -> Run:
 
 
 def has_core(name: str, running: Sequence[Run]) -> bool:
-    """Whether a stage may begin beside these: one that idles beside any, others where a core is left."""
+    """Whether a stage may begin beside these: where a core is left, or if it idles, where no other one does."""
     if AT_ONCE == 1:
         return not running
-    return STAGES[name].idles or sum(not STAGES[run.name].idles for run in running) < AT_ONCE
+    alike = sum(STAGES[run.name].idles == STAGES[name].idles for run in running)
+    return alike < (1 if STAGES[name].idles else AT_ONCE)
 
 
 def show(run: Run) -> None:
