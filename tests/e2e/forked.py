@@ -18,8 +18,8 @@ __all__ = ["ForkServer", "Forked"]
 SCRIPT = Path(__file__).with_name("forkserver.py")
 IMPORT_S = 600.0
 """Within which it is there, on a busy machine as well."""
-READ_AT_START = ("LD_", "MALLOC_", "OMP_", "ONEDNN_", "LRU_CACHE_", "TORCH", "PYTHONUNBUFFERED", "SGLANG_")
-"""Variables of the C library, of OpenMP, of torch, of Python, and of SGLang, whose modules look when imported."""
+READ_AT_START = ("LD_", "MALLOC_", "OMP_", "ONEDNN_", "LRU_CACHE_", "TORCH", "PYTHONUNBUFFERED")
+"""Variables of the C library, OpenMP, torch and Python. What tests set of vLLM's and SGLang's is read later."""
 
 
 class Forked:
