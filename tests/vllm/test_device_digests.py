@@ -35,6 +35,7 @@ def digests_of(digests: Any, memory: np.ndarray, nbytes: int, order: list[int]) 
     return found.tolist()
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40 if LONG else 10)
 @given(stripes=st.integers(4, 700 if LONG else 300), seed=st.integers(0, 1 << 30), order=st.permutations(range(3)))
 @example(stripes=4, seed=1, order=[0, 1, 2])  # less than a block

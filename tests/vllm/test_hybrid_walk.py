@@ -93,6 +93,7 @@ def one_of(kind: str, rng: random.Random, block_tokens: int, heads: int) -> KVCa
 SETTINGS |= {f"drawn {seed}": drawn(seed) for seed in range(DRAWN)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "runner"), list(zip(SETTINGS, itertools.cycle(TURNS), strict=False)))
 def test_random_walk(
     start: Start, faults, name: str, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
