@@ -36,6 +36,8 @@ from vllm_plugin.messages import Ended, PDStep
 
 PATIENCE_S = 60.0
 """An engine that has requests and does not get anywhere for so long fails its test."""
+SHORTEST_S, LONGEST_S = 0.0005, 0.01
+"""Of the pauses of an engine that waits: each step takes a core as long as a pause from those who are waited for."""
 
 init_none_hash(sha256)
 
@@ -80,6 +82,7 @@ class Engine:
         """How often each request was reported as received or sent, by all workers together."""
         self.stats: list[Any] = []
         self.metadata: list[Any] = []
+        self._pause_s = SHORTEST_S
 
     def _shake_hands(self) -> None:
         """What EngineCore does with what its workers say of themselves once their KV caches are registered."""
@@ -171,6 +174,14 @@ class Engine:
             self.settle()
         return num_tokens or 0
 
+    def pause(self, num_tokens: int) -> None:
+        """Between steps: none where the last one did something, else longer each time."""
+        if num_tokens:
+            self._pause_s = SHORTEST_S
+        else:
+            time.sleep(self._pause_s)
+            self._pause_s = min(1.5 * self._pause_s, LONGEST_S)
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
@@ -255,7 +266,7 @@ class Engine:
 
     def run(self, until: Any = None) -> None:
         """Step until nothing is left to do (or until `until()`), saves of the idle engine included."""
-        last_s = time.monotonic()
+        last_s, self._pause_s = time.monotonic(), SHORTEST_S
         while until is None or not until():
             num_tokens = self.step()
             if num_tokens < 0:
@@ -263,8 +274,7 @@ class Engine:
                 return
             if num_tokens:
                 last_s = time.monotonic()
-            else:
-                time.sleep(0.0005)
+            self.pause(num_tokens)
             assert time.monotonic() - last_s < PATIENCE_S, f"stuck: {self.scheduler.requests.keys()}"
 
     # What must hold afterwards

@@ -28,8 +28,8 @@ _numbers = itertools.count()
 def step_all(*engines: Engine) -> bool:
     """One step of each engine; False where none has anything left to do."""
     done = [engine.step() for engine in engines]
-    if max(done) == 0:
-        time.sleep(0.0005)
+    if max(done) >= 0:
+        engines[0].pause(max(done))
     return max(done) >= 0
 
 
