@@ -43,7 +43,10 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         if control not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(control, MOST_NBYTES, 2)
-        if not message:
+        if not message:  # whoever asked has been killed: nobody else would end these
+            for pid in servers:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             return None
         log, report = fds[0], socket.socket(fileno=fds[1])
         pid = os.fork()
