@@ -294,13 +294,13 @@ def test_a_detached_backend_does_not_wait_on(start, faults: Faults, written: Any
 def test_a_save_that_does_not_end_holds_up_no_flush(start, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_FINISHES_S", 0.1)
     rank = start(save_deadline_s=600.0)
-    names = get_storage_hash_str(TOKENS[:FULL], None, page_size=64)
+    names, at = get_storage_hash_str(TOKENS[:FULL], None, page_size=64), rank.host_pool.alloc(FULL)
     faults.hold_writes()
-    rank.controller.write_storage(rank.host_pool.alloc(FULL), TOKENS[:FULL], names, [], None)
+    rank.controller.write_storage(at, TOKENS[:FULL], names, [], None)
     assert faults.writing.wait(60)
     rank.controller.reset()  # raises where its threads do not come back
     faults.release()
-    wait_for(lambda: rank.save(TOKENS[:FULL], rank.host_pool.alloc(FULL))[0] == FULL)
+    wait_for(lambda: rank.save(TOKENS[:FULL], at)[0] == FULL)
 
 
 def test_a_save_under_way_goes_on_behind_a_flush(start, faults: Faults) -> None:
