@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 
 from mooncake_connector.checks import Check, failed, ok, warning
-from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Unavailable
 from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.stage import OnDevice
-from transfer.transports.rdma.card import Card, open_cards
+from transfer.transports.rdma.card import open_cards
 from transfer.transports.rdma.gpudirect import DeviceRegions
 from transfer.transports.rdma.opened import OpenRails
 from transfer.transports.rdma.rails import SYSFS, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
-from transfer.transports.rdma.verbs import binding, open_device
-
-_MTU_NBYTES = (0, 256, 512, 1024, 2048, 4096)
-"""By the verbs' code."""
+from transfer.transports.rdma.verbs import NO_LIMIT, binding, in_use, locked_limit, open_device
 
 
 def rdma_checks(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]:
@@ -31,7 +25,7 @@ def rdma_checks(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]
     """
     try:
         binding()
-        yield ok("library", f"libibverbs, by the package ibverbs {version('ibverbs')}")
+        yield ok("library", in_use())
     except Unavailable as error:
         yield failed("library", str(error))
     yield from _cards()
@@ -59,12 +53,12 @@ def _cards() -> Iterator[Check]:
 
 
 def _locked_memory() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return ok("locked memory", "no limit")
+    limit = locked_limit()
+    if limit == NO_LIMIT:
+        return ok("locked memory", limit)
     return warning(
         "locked memory",
-        f"at most {human_nbytes(soft)}, and all KV that travels must be locked: ulimit -l unlimited "
+        f"{limit}, and all KV that travels must be locked: ulimit -l unlimited "
         "(LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)",
     )
 
@@ -74,7 +68,7 @@ def _chosen(hosts: Sequence[str], settings: RdmaSettings) -> Check:
         cards = open_cards(hosts, settings)
     except Unavailable as error:
         return failed("rdma", f"is not offered: {error}")
-    said = "; ".join(map(_described, cards))
+    said = "; ".join(card.described for card in cards)
     missing = unused(settings.ports, [card.rail for card in cards])
     for card in cards:
         card.close()
@@ -103,13 +97,3 @@ def _device(name: str, opened: OpenRails, place: OnDevice, settings: RdmaSetting
         return warning(name, f"{staged}: {error}")
     cards = ", ".join(rail.card.rail.device for rail in opened.all)
     return ok(name, f"cards read and fill its memory by themselves ({way}); tried with {cards}")
-
-
-def _described(card: Card) -> str:
-    rail = card.rail
-    speed = f"{rail.gbit_per_s:g} Gbit/s, " if rail.gbit_per_s else ""
-    node = f"NUMA node {rail.node}, " if rail.node >= 0 else ""
-    return (
-        f"{rail}, {speed}{node}MTU {_MTU_NBYTES[card.mtu]}, requests of {human_nbytes(card.max_request_nbytes)} with "
-        f"{card.max_ranges} ranges, {card.max_requests} at a time, {card.max_reads} of them on the wire"
-    )

@@ -95,6 +95,12 @@ TLS_PROCESS_ENDS = _counter(
 RAILS = (
     _counter("rail_bytes", "Bytes of KV that peers read over each port of an RDMA card of this host", "rail"),
     _counter("rail_direct_bytes", "Of rail_bytes, those that came straight from GPU memory (GPUDirect)", "rail"),
+    _counter(
+        "rail_opened",
+        "Times that this instance's processes opened a port of an RDMA card: which one, its address, its link and its "
+        "limits, as `doctor rdma` says",
+        "port",
+    ),
     _counter("rail_failures", "Times that such a rail to a peer broke; what was under way went over others", "rail"),
     _counter("rail_recoveries", "Times that such a rail worked again, and was taken back", "rail"),
 )

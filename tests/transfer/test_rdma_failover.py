@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.cuda_driver import LIBRARY
-from simulated.verbs import Fabric
+from simulated.verbs import QP, Fabric
 
 from mooncake_connector.cli.doctor_rdma import rdma_checks
 from transfer.testing.fixtures import DEADLINE_S
@@ -101,7 +101,8 @@ def test_each_rail_carries_as_it_can(make: Callable[..., Pair]) -> None:
     assert np.array_equal(pair.target.bytes, pair.source.bytes)
     fast, slow = (card.moved_nbytes for card in pair.fabric.cards.values())
     assert fast > 2 * slow > 0
-    counts = pair.sender.take_counts()
+    counts = dict(pair.sender.take_counts())
+    assert sorted(port.partition(" ")[0] for port in counts.pop("rail_opened")) == ["card0", "card1"]
     assert counts == {"rail_bytes": {"card0:1": fast - 8, "card1:1": slow - 8}}, "but for the number of each probe"
 
 
@@ -125,6 +126,31 @@ def test_a_rail_that_fails_leaves_what_is_unfinished_to_the_other_and_is_taken_b
     assert pair.sender.take_counts()["rail_recoveries"] == {"card1:1": 1}
     before = card.moved_nbytes
     assert outcome_of(pair.write()).ok and card.moved_nbytes > before + MIB
+
+
+def test_of_many_requests_few_have_a_completion(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[list[Any]] = []
+    post = QP.post_send
+
+    def seen(pair: QP, requests: list[Any]) -> None:
+        posted.append(requests)
+        post(pair, requests)
+
+    monkeypatch.setattr(QP, "post_send", seen)
+    pair = make(1e12)
+    posted.clear()
+    count, apart = 4096, NBYTES // 4096
+    places = np.arange(count) * apart
+    whole = pair.source.address + places, pair.target.address + places, np.full(count, apart // 2)
+    assert outcome_of(pair.peer.write(pair.grant, *whole, deadline_s=DEADLINE_S)).ok
+    there, here = (buffer.bytes.reshape(count, apart)[:, : apart // 2] for buffer in (pair.target, pair.source))
+    assert np.array_equal(there, here)
+    assert sum(map(len, posted)) == count and len(posted) <= count / 8
+    for requests in posted:
+        *silent, last = (getattr(request, "send_flags", 0) for request in requests)
+        assert last and not any(silent) and len(requests) <= reader.BATCH
 
 
 def test_a_transport_that_was_closed_meanwhile_is_unavailable(make: Callable[..., Pair]) -> None:
@@ -194,7 +220,7 @@ def test_rails_that_are_silent_hold_up_no_connection_and_are_taken_in_as_they_an
     for card in silent:
         card.speaks = True
     until(lambda: len(pair.rails_in) == 4)
-    assert list(pair.sender.take_counts()) == ["rail_bytes"], "none of them failed"
+    assert "rail_failures" not in pair.sender.take_counts(), "none of them failed"
     assert outcome_of(pair.write()).ok and min(card.moved_nbytes for card in silent) > CELL_NBYTES
     pair.close()
 
@@ -344,6 +370,25 @@ def test_memory_that_one_card_does_not_take_is_known_to_none(monkeypatch: pytest
             with pytest.raises(TransferError, match="card1 cannot register it"):
                 made.register(Region(buffer.address, MIB))
         assert [list(card._registered) for card in cards] == [[card.cells.region] for card in cards]
+    fabric.close()
+
+
+def test_what_it_goes_over_is_in_the_log_once_and_in_the_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = Fabric(monkeypatch, [FAST, FAST])
+    with caplog.at_level(logging.INFO):
+        transports = [RdmaTransport(Memory()) for _ in range(2)]
+    ports = [
+        f"card{number} port 1 (RoCE v2, 10.77.{number}.1), entry 3 of its GID table, MTU 4096, requests of 512.0 KiB "
+        "with 4 ranges, 64 at a time, 16 of them on the wire"
+        for number in (0, 1)
+    ]
+    for made in transports:
+        assert made.take_counts() == {"rail_opened": dict.fromkeys(ports, 1)} and not made.take_counts()
+        made.close()
+    (line,) = [message for message in caplog.messages if "rdma: goes over" in message]
+    assert all(port in line for port in ports) and "by the package ibverbs" in line and "locked memory: " in line
     fabric.close()
 
 

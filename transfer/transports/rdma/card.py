@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_connector.log import get_logger, kind_of, log_once
+from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Region, TransferError, Unavailable
 from transfer.transports.rdma.keys import Keys
 from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, links_to, rails, unused
@@ -33,6 +34,8 @@ MAX_REQUEST_NBYTES = 1 << 20
 """A request that nobody wants any more ends soon."""
 
 
+_MTU_NBYTES = (0, 256, 512, 1024, 2048, 4096)
+"""By the verbs' code."""
 LOCK_MORE = "; the limit of locked memory must be at least what is registered (ulimit -l unlimited)"
 
 
@@ -129,6 +132,18 @@ class Card:
                 read = Keys.of((region, made.rkey) for region, made in self._registered.items())
                 self._keys = filled, read
             return self._keys
+
+    @property
+    def described(self) -> str:
+        """Its port and its limits, for people."""
+        rail = self.rail
+        speed = f"{rail.gbit_per_s:g} Gbit/s, " if rail.gbit_per_s else ""
+        node = f"NUMA node {rail.node}, " if rail.node >= 0 else ""
+        return (
+            f"{rail}, entry {rail.gid_index} of its GID table, {speed}{node}MTU {_MTU_NBYTES[self.mtu]}, requests of "
+            f"{human_nbytes(self.max_request_nbytes)} with {self.max_ranges} ranges, {self.max_requests} at a time, "
+            f"{self.max_reads} of them on the wire"
+        )
 
     @property
     def is_up(self) -> bool:

@@ -40,7 +40,8 @@ class RailCounts:
             self._counts.setdefault(figure, Counter())[rail] += amount
 
     def take(self) -> dict[str, dict[str, int]]:
-        """By figure and rail: `rail_bytes`, `rail_direct_bytes`, `rail_failures` and `rail_recoveries`."""
+        """By figure and rail: `rail_bytes`, `rail_direct_bytes`, `rail_failures` and `rail_recoveries`,
+        and by what is said of it `rail_opened`."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return {figure: dict(by_rail) for figure, by_rail in counts.items()}

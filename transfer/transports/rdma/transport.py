@@ -9,6 +9,7 @@ it works.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from transfer.transports.rdma.paths import RailCounts
 from transfer.transports.rdma.rails import MAX_RAILS
 from transfer.transports.rdma.sending import RailEncoder
 from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.verbs import in_use, locked_limit
 from transfer.transports.stream import PayloadEncoder
 from transfer.transports.tls import Tls
 from transfer.transports.wire import CopyStatus, WireError
@@ -73,8 +75,18 @@ class RdmaTransport(PullTransport, NetworkTransport):
         )
         self._rails = OpenRails(hosts, settings, place)
         self._counts = RailCounts()
+        self._tell()
         self._device = None if place is None else _direct(self._rails, place, settings)
         self.takes_device = self._device is not None
+
+    def _tell(self) -> None:
+        """Over what it goes: once in the log, and in the metrics."""
+        opened = [rail.card.described for rail in self._rails.all]
+        for one in opened:
+            self._counts.add("rail_opened", one)
+        said = "rdma: goes over %s; %s; locked memory: %s"
+        told = "; ".join(opened)
+        log_once(f"transfer.rdma:{told}", said, told, in_use(), locked_limit(), level=logging.INFO, logger=logger)
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> RdmaTransport:

@@ -8,13 +8,17 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import resource
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
+from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Unavailable
 
 INSTALL_BINDING = "pip install 'mooncake-connector[rdma]'"
 INSTALL_LIBRARY = "apt-get install libibverbs1 ibverbs-providers (or rdma-core)"
+NO_LIMIT = "no limit"
 
 
 def binding() -> ModuleType:
@@ -25,6 +29,20 @@ def binding() -> ModuleType:
         return importlib.import_module("ibverbs")
     except ImportError as error:
         raise Unavailable(f"libibverbs cannot be loaded ({error}): {INSTALL_LIBRARY}") from error
+
+
+def in_use() -> str:
+    """What speaks to the cards, where `binding` gives it."""
+    try:
+        return f"libibverbs, by the package ibverbs {version('ibverbs')}"
+    except PackageNotFoundError:  # it is there, and was not installed
+        return "libibverbs, by the package ibverbs"
+
+
+def locked_limit() -> str:
+    """Of this process's memory, which must all be locked to be registered."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return NO_LIMIT if soft == resource.RLIM_INFINITY else f"at most {human_nbytes(soft)}"
 
 
 def open_device(name: str) -> Any:
