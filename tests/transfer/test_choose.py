@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from simulated.cuda_driver import LIBRARY
@@ -11,6 +12,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.config.values import TRANSPORTS
 from mooncake_connector.errors import ConfigError
 from transfer.control.handshake import Identity
+from transfer.transports import registry
 from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.cuda.stage import OnDevice
@@ -65,6 +67,32 @@ def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
     there.close()
     with pytest.raises(Unavailable, match=r"cma: nobody listens there.*shm: nobody.*tcp: 127\.0\.0\.1:\d+: .*refused"):
         opened(*TRANSPORTS).connect(endpoints, deadline_s=30)
+
+
+@pytest.mark.parametrize(("asked", "cards", "installed", "tried"), [
+    (["auto"], [], ["ibverbs", "nixl", "mooncake"], ["cma", "shm", "tcp"]),
+    (["auto"], [False], ["ibverbs", "nixl"], ["cma", "shm", "tcp"]),
+    (["auto"], [False, True], ["ibverbs", "mooncake"], ["cma", "shm", "rdma", "mooncake", "tcp"]),
+    (["auto"], [True], ["nixl"], ["cma", "shm", "nixl", "tcp"]),
+    (["auto"], [True], [], ["cma", "shm", "tcp"]),
+    (["nixl", "auto"], [True], ["ibverbs", "nixl"], ["nixl", "cma", "shm", "rdma", "tcp"]),
+    (["shm", "tcp"], [True], ["ibverbs"], ["shm", "tcp"]),
+])  # fmt: skip
+def test_auto_takes_what_needs_a_card_only_where_one_is_up_and_the_package_is_there(
+    asked, cards, installed, tried, monkeypatch
+):
+    monkeypatch.setattr(registry, "rails", lambda: [SimpleNamespace(is_up=is_up) for is_up in cards])
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    check_configured(asked, ["127.0.0.1"])
+    assert registry.serving(asked, hosts=["127.0.0.1"]) == tried
+    assert registry.serving(asked) == [name for name in tried if name in ("cma", "shm")]
+    device = registry.serving(asked, device=True, hosts=["127.0.0.1"])
+    assert [name for name in device if name != "cuda_ipc"] == [name for name in tried if name != "cma"]
+
+
+def test_auto_is_tried_as_what_it_stands_for(opened):
+    endpoints = opened("auto").listen()
+    assert opened("auto").connect(endpoints, deadline_s=30).transport == "cma"
 
 
 def test_an_unknown_name_is_refused():

@@ -7,9 +7,11 @@ that does not is a log line with the reason, once, and the next one is tried.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 
+from mooncake_connector.config.values import TRANSPORTS
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Peer, TransferError, Transport, TransportOptions, Unavailable
@@ -18,6 +20,7 @@ from transfer.transports.cuda.ipc import CudaIpcTransport
 from transfer.transports.libraries.mooncake import MooncakeTransport
 from transfer.transports.libraries.nixl import NixlTransport
 from transfer.transports.memory import Memory
+from transfer.transports.rdma.rails import rails
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
@@ -27,6 +30,10 @@ logger = get_logger(__name__)
 _FIRST = NixlTransport.name
 """Made before the others: NIXL's wheel has a copy of libnl, and where that is loaded after the system's, which
 libibverbs brings, the process crashes as it exits (NIXL 1.5.1, in the system's libnl-route)."""
+
+AUTO = "auto"
+"""In a list of names: see `named`."""
+_PACKAGES = {RdmaTransport.name: "ibverbs", NixlTransport.name: "nixl", MooncakeTransport.name: "mooncake"}
 
 _registered: dict[str, type[Transport]] = {}
 
@@ -56,6 +63,20 @@ def transport_class(name: str) -> type[Transport]:
     return _registered[name]
 
 
+def named(of: Sequence[str]) -> list[str]:
+    """These names, and in the place of `auto` what serves best here and is not named besides.
+
+    It is the default ones, and before `tcp`, where a port of an RDMA card is up, those whose package is installed.
+    """
+    if AUTO not in of:
+        return list(of)
+    has_card = any(rail.is_up for rail in rails())
+    far = [name for name, package in _PACKAGES.items() if has_card and importlib.util.find_spec(package)]
+    *near, tcp = TRANSPORTS
+    place = list(of).index(AUTO)
+    return [*of[:place], *(name for name in (*near, *far, tcp) if name not in of), *of[place + 1 :]]
+
+
 def serving(of: Sequence[str] | None = None, *, device: bool = False, hosts: Sequence[str] = ()) -> list[str]:
     """Those of these names, or of all, that serve memory of a device, or of the host. Raises TransferError.
 
@@ -63,7 +84,7 @@ def serving(of: Sequence[str] | None = None, *, device: bool = False, hosts: Seq
         hosts: what those that reach other hosts listen on; without any they do not serve.
     """
     found = []
-    for name in _registered if of is None else of:
+    for name in _registered if of is None else named(of):
         capabilities = transport_class(name).capabilities
         fits = capabilities.device_memory if device else capabilities.host_memory
         if fits and (hosts or not capabilities.other_host):
@@ -74,8 +95,9 @@ def serving(of: Sequence[str] | None = None, *, device: bool = False, hosts: Seq
 def check_configured(transports: Sequence[str], hosts: Sequence[str]) -> None:
     """Raise ConfigError for `transports` that are unknown, or of which none can serve with these `transfer_hosts`."""
     for name in transports:
-        if name not in _registered:
-            raise ConfigError(f"transports has {name!r}, which is unknown: expected some of {', '.join(_registered)}")
+        if name not in _registered and name != AUTO:
+            known = ", ".join(_registered)
+            raise ConfigError(f"transports has {name!r}, which is unknown: expected some of {known}, or {AUTO}")
     if not serving(transports, hosts=hosts) and not serving(transports, hosts=hosts, device=True):
         here = [name for name in _registered if not transport_class(name).capabilities.other_host]
         raise ConfigError(
