@@ -16,6 +16,7 @@ from transfer.control.handshake import Identity
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
 from transfer.testing.memory import MIB
 from transfer.testing.waiting import outcome_of
+from transfer.transports import registry
 from transfer.transports.base import Cause, Peer, Transport, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.rdma.card import Card, open_cards
@@ -161,6 +162,19 @@ def test_the_first_card_is_that_of_the_address_that_peers_know() -> None:
         assert cards[0].rail.address == f"10.77.{number}.1"
         for card in cards:
             card.close()
+
+
+def test_auto_goes_over_the_cards_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._PACKAGES, "nixl")  # its wheel is for a processor that this one is not
+    monkeypatch.delitem(registry._PACKAGES, "mooncake")
+    options = TransportOptions(Identity(b"sixteen bytes or more"), hosts=["10.77.0.1"])
+    with (
+        make_transports(["auto"], Memory(), options) as here,
+        make_transports(["auto"], Memory(), options) as there,
+    ):
+        endpoints = there.listen()
+        monkeypatch.setattr("transfer.transports.local.boot_id", lambda: "another boot")
+        assert here.connect(endpoints, deadline_s=DEADLINE_S).transport == "rdma"
 
 
 def test_memory_that_cannot_be_locked_leaves_it_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:

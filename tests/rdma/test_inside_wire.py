@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class OverWire(TransportFixtures):
     """The sender is at the near end. Its card answers, so what it sends is the data."""
 
     transport = RdmaTransport
+    settings = RdmaSettings(lost_after_s=4.0)
 
     @pytest.fixture
     def sender(self, wire: Wire, memory: Memory) -> Iterator[Transport]:
@@ -52,7 +54,7 @@ class OverWire(TransportFixtures):
             yield made
 
     def at(self, end: End, memory: Memory) -> Transport:
-        settings = RdmaSettings(ports=[end.name], lost_after_s=4.0)
+        settings = replace(self.settings, ports=[end.name])
         return make_transport(
             RdmaTransport, memory, Identity(b"sixteen bytes or more"), {"hosts": [end.address], "settings": settings}
         )
@@ -67,6 +69,22 @@ class TestBadWire(OverWire):
         self.send(peer, grant, source, 2 * MIB)
         assert np.array_equal(target.bytes, source.bytes)
         assert wire.dropped(wire.near) or "loss" not in how
+
+
+class TestTrafficClass(OverWire):
+    settings = RdmaSettings(lost_after_s=4.0, traffic_class=104)
+
+    @pytest.mark.parametrize("traffic_class", [0, 104])
+    def test_every_packet_of_both_cards_has_it(
+        self, request: pytest.FixtureRequest, wire: Wire, memory: Memory, there: Memory, traffic_class: int
+    ) -> None:
+        self.settings = replace(self.settings, traffic_class=traffic_class)
+        peer = request.getfixturevalue("peer")
+        source, target, grant = self.between(memory, there, 64 << 10, seed=6)
+        with wire.packets(wire.near) as packets:
+            self.send(peer, grant, source, 64 << 10)
+        assert np.array_equal(target.bytes, source.bytes)
+        assert set(packets) == {(wire.near.address, traffic_class), (wire.far.address, traffic_class)}
 
 
 class TestCuts(OverWire):

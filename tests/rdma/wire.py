@@ -6,12 +6,17 @@ card sends is routed by tables of its own, before those of the machine's own add
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 NETWORK = "10.77.8"
+_ALL, _IPV4, _ROCE = 0x0003, 0x0800, (4791).to_bytes(2, "big")
+"""Protocols of packets; RoCE v2's port of UDP."""
 _BACKLOG = 100_000
 """Packets that may wait for the machine's only processor; more would be lost where no test says so."""
 
@@ -59,6 +64,19 @@ class Wire:
         """Packets of this end that were lost since `harm`."""
         said = _run(f"tc -s qdisc show dev {end.name}")
         return int(said.partition("dropped ")[2].partition(",")[0])
+
+    @contextmanager
+    def packets(self, end: End) -> Iterator[list[tuple[str, int]]]:
+        """Whose they are and their traffic class: of all that cards send or get there meanwhile, once it is over."""
+        found: list[tuple[str, int]] = []
+        with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as seen:
+            seen.bind((end.name, _ALL))
+            yield found
+            with suppress(BlockingIOError):
+                while True:
+                    packet, address = seen.recvfrom(64, socket.MSG_DONTWAIT)
+                    if address[1] == _IPV4 and packet[9] == socket.IPPROTO_UDP and packet[22:24] == _ROCE:
+                        found.append((socket.inet_ntoa(packet[12:16]), packet[1]))
 
     def set_down(self, end: End) -> None:
         _run(f"ip link set {end.name} down")
