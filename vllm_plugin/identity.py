@@ -11,9 +11,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.identity.checkpoint import (
+    is_from_elsewhere,
     plain_values,
     quantization_while_loading,
     rope_in_force,
@@ -51,7 +53,7 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
         # -1 (auto): the model was made for the longest context, and the KV cache then allowed for less
         rope=rope_in_force(hf, -1 if model.original_max_model_len == -1 else model.max_model_len),
         quantization=quantization_while_loading(model.hf_config, model.quantization),
-        engine_overrides=_overrides(vllm_config, geometry),
+        engine_overrides=_overrides(vllm_config, geometry, config.model_id),
     )
 
 
@@ -61,7 +63,7 @@ def config_digest(vllm_config: VllmConfig) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode("ascii")).hexdigest()
 
 
-def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
+def _overrides(vllm_config: VllmConfig, geometry: Geometry, model_id: str | None) -> str:
     """Settings of the engine that change KV bytes and are not in the model's files."""
     overrides: dict[str, Any] = {}
     model = vllm_config.model_config
@@ -82,14 +84,20 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
         overrides["lora_target_modules"] = sorted(set(lora.target_modules))
     if envs.VLLM_BATCH_INVARIANT:
         parallel = vllm_config.parallel_config  # its bits depend on the kernels, and on how many ranks are summed over
-        backend = vllm_config.attention_config.backend
-        overrides["batch_invariant"] = [
-            str(backend and backend.name), parallel.tensor_parallel_size, parallel.enable_expert_parallel,
-        ]  # fmt: skip
+        experts = parallel.enable_expert_parallel and parallel.data_parallel_size * parallel.tensor_parallel_size
+        attention = vllm_config.attention_config
+        kinds = {kind: backend.name for kind, backend in attention.backend_per_kind.items()}
+        kernels = [one and one.name for one in (attention.backend, attention.mla_prefill_backend)]
+        overrides["batch_invariant"] = [kernels, kinds, parallel.tensor_parallel_size, experts]
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():  # its layers are part of the page
         draft = speculative.draft_model_config or model
-        overrides["draft"] = [str(speculative.method), weights_digest(draft.model, draft.revision)]
+        source = get_draft_load_config(vllm_config).load_format
+        if is_from_elsewhere(source):
+            digest = model_id or weights_digest(draft.model, draft.revision, source)
+        else:
+            digest = weights_digest(draft.model, draft.revision)
+        overrides["draft"] = [str(speculative.method), digest]
     return canonical_json(overrides) if overrides else ""
 
 

@@ -111,8 +111,8 @@ VLLM = (
     _counter("tier_promised_pages", "Pages that tiers were bringing when a load was planned, by each rank"),
     _counter("tier_landed_pages", "Of tier_promised_pages, those that came and were loaded"),
     _counter("tier_lost_pages", "Of tier_promised_pages, those that did not come in time and were computed"),
-    _counter("tier_waits", "Requests that were put aside until tiers had said which of their pages they have"),
-    _counter("tier_wait_seconds", "Seconds for which requests were put aside for that"),
+    _counter("tier_waits", "Requests that waited until tiers had said which of their pages they have"),
+    _counter("tier_wait_seconds", "Seconds for which requests waited for that"),
     _counter("tier_unheard", "Requests that were planned before tiers had said so"),
     _counter(
         "queried_tokens",

@@ -1,1 +1,1 @@
-"""The agent: one for each pool, between it and the tiers. Engines ask it over a Unix socket and never wait for it."""
+"""The agent: one for each pool, between it and the tiers. Engines ask it over a Unix socket."""

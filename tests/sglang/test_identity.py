@@ -135,7 +135,7 @@ def test_weights_from_the_memory_of_another_instance_have_not_the_name_of_the_fi
         "remote_instance_weight_loader_seed_instance_service_port": 1,
         "remote_instance_weight_loader_send_weights_group_ports": [2],
     }
-    with pytest.raises(ModelIdentityError, match=r"another process.*\(remote_instance\).*set `model_id`"):
+    with pytest.raises(ModelIdentityError, match=r"another process.*'remote_instance'\).*set `model_id`"):
         name_of(load_format="remote_instance", **seed)
-    with pytest.raises(ModelIdentityError, match=r"another process.*\(weight_cache\).*set `model_id`"):
+    with pytest.raises(ModelIdentityError, match=r"another process.*'weight_cache'\).*set `model_id`"):
         name_of(weight_cache_mode="client")

@@ -72,8 +72,8 @@ def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
 @pytest.mark.parametrize(("asked", "cards", "installed", "tried"), [
     (["auto"], [], ["ibverbs", "nixl", "mooncake"], ["cma", "shm", "tcp"]),
     (["auto"], [False], ["ibverbs", "nixl"], ["cma", "shm", "tcp"]),
-    (["auto"], [False, True], ["ibverbs", "mooncake"], ["cma", "shm", "rdma", "mooncake", "tcp"]),
-    (["auto"], [True], ["nixl"], ["cma", "shm", "nixl", "tcp"]),
+    (["auto"], [False, True], ["ibverbs", "mooncake"], ["cma", "shm", "rdma", "tcp"]),
+    (["auto"], [True], ["nixl"], ["cma", "shm", "tcp"]),
     (["auto"], [True], [], ["cma", "shm", "tcp"]),
     (["nixl", "auto"], [True], ["ibverbs", "nixl"], ["nixl", "cma", "shm", "rdma", "tcp"]),
     (["shm", "tcp"], [True], ["ibverbs"], ["shm", "tcp"]),

@@ -12,6 +12,7 @@ from vllm.config import ECTransferConfig, KVTransferConfig, VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 
 import vllm_plugin
+from vllm_plugin import conclusions
 
 OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
@@ -59,6 +60,38 @@ def test_clients_may_send_embeddings_of_images_where_that_was_allowed_and_never_
     for _ in range(2):  # vLLM concludes again wherever it changes a configuration
         config._resolve_mm_embedding_inputs()
         assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (allowed, False)
+
+
+def test_nor_inside_multi_connector_and_a_line_says_so(
+    config: Any, pool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which of them brings a prompt is known when it comes, so ours may have to compute there as well."""
+    caplog.set_level("INFO")
+    media = config.model_config.multimodal_config = MultiModalConfig()
+    config.kv_transfer_config = KVTransferConfig(**multi_connector(transfer_config(Setup(), pool), OTHER))
+    config._resolve_mm_embedding_inputs()
+    assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (False, False)
+    assert "may send them where --enable-mm-embeds is given" in caplog.text
+
+
+def test_what_a_later_version_of_vllm_passes_reaches_its_method_and_its_errors_the_user(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later:
+        kv_transfer_config = model_config = None
+
+        def _conclude(self, what: str, *, how: str) -> str:
+            if not how:
+                raise ValueError("vLLM's own")
+            return what + how
+
+    def fail(*args: Any) -> None:
+        raise OSError("ours")
+
+    conclusions._wrap(Later, "_conclude", fail, fail)
+    assert Later()._conclude("a", how="b") == "ab"
+    with pytest.raises(ValueError, match="vLLM's own"):
+        Later()._conclude("a", how="")
 
 
 def test_others_may_allow_what_they_want(config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
-from vllm_plugin.identity import instance_namespace
+from vllm_plugin.identity import _overrides, instance_namespace
 from vllm_plugin.kv_groups import read_geometry
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [8.0]}
@@ -104,12 +105,20 @@ def test_adapters_of_which_a_part_is_left_out_are_told_apart(config: Any) -> Non
 def test_batch_invariant_instances_are_told_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for the same bits whatever else is computed does not want those of an instance that did not."""
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    digests = [digest(config)]
+    geometry = read_geometry(config, kv_cache_config(Setup()))
+    digests = [_overrides(config, geometry, None)]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     for backend in (None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN):
         config.attention_config = AttentionConfig(backend=backend)
-        digests.append(digest(config))
-    assert len(set(digests)) == 4
+        digests.append(_overrides(config, geometry, None))
+    config.attention_config = AttentionConfig(backend_per_kind={"full_attention": AttentionBackendEnum.FLASH_ATTN})
+    digests.append(_overrides(config, geometry, None))
+    config.parallel_config = copy.deepcopy(config.parallel_config)
+    for of_a_group in ({"enable_expert_parallel": True}, {"data_parallel_size": 2}, {"tensor_parallel_size": 2}):
+        for name, value in of_a_group.items():
+            setattr(config.parallel_config, name, value)
+        digests.append(_overrides(config, geometry, None))
+    assert len(set(digests)) == 8
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer"])
@@ -125,3 +134,20 @@ def test_weights_from_elsewhere_have_not_the_name_of_the_files(config: Any, tmp_
     with pytest.raises(ModelIdentityError, match="set `model_id`"):
         instance_namespace(config, geometry, Config())
     assert instance_namespace(config, geometry, Config(model_id="mine")).model_digest == "mine"
+
+
+def test_a_draft_whose_weights_come_from_elsewhere_has_not_the_name_of_its_files(config: Any, tmp_path: Path) -> None:
+    """Its layers are part of a page. A weight cache serves drafts as well as models."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    draft = SimpleNamespace(model=str(tmp_path), revision=None)
+    config.speculative_config = SimpleNamespace(
+        method="eagle3", uses_draft_kv_cache=lambda: True, draft_model_config=draft, draft_load_config=None
+    )
+    geometry = read_geometry(config, kv_cache_config(Setup()))
+    of_files = _overrides(config, geometry, None)
+    assert of_files == _overrides(config, geometry, "mine"), "the model's name says nothing of the draft's files"
+    config.speculative_config.draft_load_config = SimpleNamespace(load_format="ipc_cache")
+    with pytest.raises(ModelIdentityError, match="set `model_id`"):
+        _overrides(config, geometry, None)
+    assert len({of_files, _overrides(config, geometry, "mine"), _overrides(config, geometry, "other")}) == 3

@@ -33,7 +33,6 @@ libibverbs brings, the process crashes as it exits (NIXL 1.5.1, in the system's 
 
 AUTO = "auto"
 """In a list of names: see `named`."""
-_PACKAGES = {RdmaTransport.name: "ibverbs", NixlTransport.name: "nixl", MooncakeTransport.name: "mooncake"}
 
 _registered: dict[str, type[Transport]] = {}
 
@@ -66,12 +65,13 @@ def transport_class(name: str) -> type[Transport]:
 def named(of: Sequence[str]) -> list[str]:
     """These names, and in the place of `auto` what serves best here and is not named besides.
 
-    It is the default ones, and before `tcp`, where a port of an RDMA card is up, those whose package is installed.
+    It is the default ones, and before `tcp` that of RDMA cards, where a port of one is up and its package installed.
+    Libraries have to be named: they open ports of their own, which know no secret.
     """
     if AUTO not in of:
         return list(of)
     has_card = any(rail.is_up for rail in rails())
-    far = [name for name, package in _PACKAGES.items() if has_card and importlib.util.find_spec(package)]
+    far = [RdmaTransport.name] if has_card and importlib.util.find_spec("ibverbs") else []
     *near, tcp = TRANSPORTS
     place = list(of).index(AUTO)
     return [*of[:place], *(name for name in (*near, *far, tcp) if name not in of), *of[place + 1 :]]

@@ -1,6 +1,6 @@
 """What the pool says of the pages of a request, and for how long each answer is good or waited for.
 
-Lookups are part of vLLM's scheduler step: they read memory and never wait. Where pages are missing that a tier may
+Lookups are part of vLLM's scheduler step: they read memory and do not wait. Where pages are missing that a tier may
 have, the pool answers what it has heard so far and is asked again.
 """
 

@@ -24,6 +24,11 @@ _ELSEWHERE = {
 }
 
 
+def is_from_elsewhere(load_format: str) -> bool:
+    """Whether what is loaded so has no name by the model's files."""
+    return load_format in _ELSEWHERE
+
+
 def checkpoint_path(name: str, revision: str | None) -> Path:
     """Folder (or GGUF file) of a model given as a path or as the name of a hub repository that is already cached.
 
