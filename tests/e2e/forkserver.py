@@ -45,8 +45,9 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         message, fds, _, _ = socket.recv_fds(control, MOST_NBYTES, 2)
         if not message:  # whoever asked has been killed: nobody else would end these
             for pid in servers:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                for kill in (os.killpg, os.kill):  # one that was just forked has no group of its own yet
+                    with suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
             return None
         log, report = fds[0], socket.socket(fileno=fds[1])
         pid = os.fork()
