@@ -27,22 +27,6 @@ def healthy():
         yield running
 
 
-@pytest.fixture
-def tiers():
-    """Opens tiers and closes them in the end."""
-    opened = []
-
-    def keep(tier):
-        opened.append(tier)
-        memory = Memory()
-        tier.register(memory.all)
-        return tier, memory
-
-    yield keep
-    for tier in opened:
-        tier.close()
-
-
 def stored(tier, memory, keys, space):
     """Whether all pages can be written and read, in spite of what went before."""
     try:
