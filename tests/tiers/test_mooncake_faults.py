@@ -9,6 +9,7 @@ from tiers.mooncake_cluster import LEAVES_OUT, Cluster, cause_of, needs_mooncake
 from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain
 from store_client.tiers.base import TierError
+from store_client.tiers.mooncake.names import page_name
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, sealed, write
 
 needs_mooncake()
@@ -22,9 +23,20 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def healthy():
-    """A cluster that nobody breaks."""
-    with Cluster() as running:
+    """A cluster that nobody breaks, with leases that outlast a read also on a busy machine."""
+    with Cluster(flags=("--default_kv_lease_ttl=60000", "--client_ttl=120")) as running:
         yield running
+
+
+class Answers:
+    """A real client, but for calls that the test answers."""
+
+    def __init__(self, client, **calls):
+        self._client = client
+        vars(self).update(calls)
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
 
 
 def stored(tier, memory, keys, space):
@@ -154,8 +166,6 @@ def test_clear_and_remove_leave_the_keys_of_others_alone(healthy, tiers):
 
 def test_values_that_are_none_of_ours_are_misses(healthy, tiers):
     """Another length, and empty ones where a version stores them, under our own names."""
-    from store_client.tiers.mooncake.names import page_name
-
     tier, memory = tiers(healthy.tier())
     space, keys = new_space(), chain("a", 3)
     assert write(tier, memory, space, keys[:1]) == [Put.STORED]
@@ -164,6 +174,32 @@ def test_values_that_are_none_of_ours_are_misses(healthy, tiers):
             assert client.put(page_name(space, key), value) == 0
     assert read(tier, memory, space, keys) == [True, False, False]
     assert read(tier, memory, space, keys[1:]) == [False, False]
+
+
+@pytest.mark.parametrize(("times", "expected"), [(1, True), (1000, False)], ids=["once", "always"])
+def test_a_page_whose_lease_ends_while_it_is_read_is_read_once_more(healthy, tiers, monkeypatch, times, expected):
+    """Imitated, and nothing of it comes over. Where that is so every time it is a miss, and the others are not."""
+    tier, memory = tiers(healthy.tier())
+    space, keys = new_space(), chain("a", 4)
+    assert write(tier, memory, space, keys) == [Put.STORED] * 4
+    names = [page_name(space, key) for key in keys]
+    client, asked = tier._link._client, []
+
+    def expired(wanted, *buffers):
+        asked.append(wanted)
+        if len(asked) > times:
+            return client.batch_get_into_multi_buffers(wanted, *buffers)
+        left = [at for at, name in enumerate(wanted) if name != names[1]]
+        codes = dict.fromkeys(wanted, -707)
+        if left:
+            some = [[each[at] for at in left] for each in (wanted, *buffers)]
+            codes |= zip(some[0], client.batch_get_into_multi_buffers(*some), strict=True)
+        return list(codes.values())
+
+    monkeypatch.setattr(tier._link, "_client", Answers(client, batch_get_into_multi_buffers=expired))
+    assert read(tier, memory, space, keys) == [True, expected, True, True]
+    assert asked == [names, names[1:2]]
+    assert tier.stats().notes.get("read: the lease expired while it was read (-707)") == (None if expected else "1")
 
 
 def test_memory_that_grows_is_registered_from_where_it_ended(healthy, tiers):
@@ -194,17 +230,10 @@ def test_a_master_that_takes_no_puts_is_called_one_of_another_version(healthy, t
     space, keys = new_space(), chain("a", 2)
     assert contains(tier, space, keys) == [False] * 2
 
-    class OfAnotherVersion:
-        def __init__(self, client):
-            self._client = client
+    def refused(names, *arguments):
+        return [-900] * len(names)
 
-        def __getattr__(self, name):
-            return getattr(self._client, name)
-
-        def batch_put_from_multi_buffers(self, names, *arguments):
-            return [-900] * len(names)
-
-    monkeypatch.setattr(tier._link, "_client", OfAnotherVersion(tier._link._client))
+    monkeypatch.setattr(tier._link, "_client", Answers(tier._link._client, batch_put_from_multi_buffers=refused))
     assert cause_of(lambda: write(tier, memory, space, keys)) == "unavailable"
 
     def cause():
