@@ -165,7 +165,7 @@ def test_clear_and_remove_leave_the_keys_of_others_alone(healthy, tiers):
 
 
 def test_values_that_are_none_of_ours_are_misses(healthy, tiers):
-    """Another length, and empty ones where a version stores them, under our own names."""
+    """Another length, under our own names."""
     tier, memory = tiers(healthy.tier())
     space, keys = new_space(), chain("a", 3)
     assert write(tier, memory, space, keys[:1]) == [Put.STORED]
@@ -174,6 +174,25 @@ def test_values_that_are_none_of_ours_are_misses(healthy, tiers):
             assert client.put(page_name(space, key), value) == 0
     assert read(tier, memory, space, keys) == [True, False, False]
     assert read(tier, memory, space, keys[1:]) == [False, False]
+
+
+def test_an_empty_value_is_a_miss(healthy, tiers, monkeypatch):
+    """This version stores none (-600), so what another would answer to a read of one is imitated."""
+    tier, memory = tiers(healthy.tier())
+    space, keys = new_space(), chain("a", 2)
+    assert write(tier, memory, space, keys[:1]) == [Put.STORED]
+    empty = page_name(space, keys[1])
+    with tier._link.client(DEADLINE_S) as client:
+        assert client.put(empty, b"") in (0, -600)
+    assert read(tier, memory, space, keys) == [True, False]
+
+    def moved(names, *buffers):
+        codes = client.batch_get_into_multi_buffers(names, *buffers)
+        return [0 if name == empty else code for name, code in zip(names, codes, strict=True)]
+
+    monkeypatch.setattr(tier._link, "_client", Answers(client, batch_get_into_multi_buffers=moved))
+    assert read(tier, memory, space, keys) == [True, False]
+    assert read(tier, memory, space, keys[1:]) == [False]
 
 
 @pytest.mark.parametrize(("times", "expected"), [(1, True), (1000, False)], ids=["once", "always"])
