@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -26,6 +27,25 @@ UNIT_NBYTES = 64 * 64 * 2 * 2
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
+
+
+def answers_at(port: int) -> set[str]:
+    """Of this machine's addresses, those at which somebody listens on the port."""
+    found = set()
+    for address in own_addresses():
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection((address, port), PATIENT_S).close()
+            found.add(address)
+    return found
+
+
+def own_addresses() -> set[str]:
+    """Two of the loopback, which is all that there is without a network, and the one towards others if there is one."""
+    found = {"127.0.0.1", "127.0.0.2"}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nothing_is_sent:
+        nothing_is_sent.connect(("198.51.100.1", 9))
+        found.add(nothing_is_sent.getsockname()[0])
+    return found
 
 
 def prompt(name: int, num_tokens: int) -> list[int]:

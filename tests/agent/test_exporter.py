@@ -6,6 +6,7 @@ import dataclasses
 import socket
 import urllib.request
 
+from agent.asking import answers_at, free_port
 from agent.stand_in import running, tiered
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,22 +17,18 @@ from store_client.base import StoreStats
 from store_client.testing import PAGE_NBYTES, SHARD, chain, namespace, put_chain
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def samples(port: int) -> dict[tuple[str, ...], float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {(each.name, *sorted(each.labels.values())): each.value for family in families for each in family.samples}
 
 
-def test_pool_and_tiers_are_served_on_the_loopback(pool):
+def test_pool_and_tiers_are_served_on_the_loopback_alone(pool):
     port = free_port()
     with running(pool, agent_metrics_port=port), tiered(pool) as store:
         put_chain(store.space(namespace(), SHARD, PAGE_NBYTES), chain("a", 3))
         found = samples(port)
+        assert answers_at(port) == {"127.0.0.1"}
     assert found["mooncake_connector_pool_pages",] == 3
     assert found["mooncake_connector_pool_used_bytes",] >= 3 * PAGE_NBYTES
     assert ("mooncake_connector_pool_evicted_pages_total",) in found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from agent.asking import UNIT_NBYTES, WHOLE, Client, free_port, keys_of, prompt, store_prompt
+from agent.asking import UNIT_NBYTES, WHOLE, Client, answers_at, free_port, keys_of, own_addresses, prompt, store_prompt
 from agent.flows import put_into, settings
 from agent.memory_tier import MemoryTier
 from agent.stand_in import CAPACITY, StandIn, configured, running, tiered, until
@@ -272,6 +272,15 @@ def test_other_hosts_are_let_in_with_a_token_only():
     assert load_config({"agent_http_port": 1, "agent_http_host": "::1"}, {}).agent_http_host == "::1"
     with pytest.raises(ConfigError, match="agent_http_host in the engine's JSON is 'localhost': expected a literal"):
         load_config({"agent_http_host": "localhost"}, {})
+
+
+def test_its_port_is_open_on_the_loopback_alone_unless_told_otherwise(served, pool, tmp_path):
+    assert answers_at(served.port) == {"127.0.0.1"}
+    file = tmp_path / "token"
+    file.write_text("a token of the test")
+    file.chmod(0o600)
+    with serving(tmp_path / "other", agent_http_host="0.0.0.0", agent_http_token_file=str(file)) as client:
+        assert answers_at(client.port) == own_addresses()
 
 
 def test_the_hosts_metrics_and_the_indexs_are_there(served, pool):
