@@ -116,6 +116,13 @@ class Agent:
         if command is not None:
             command.end(number)
 
+    @property
+    def pid(self) -> int:
+        """Of the agent itself, whatever launched it."""
+        report = ask_report(self.pool)
+        assert report is not None
+        return int(report["pid"])
+
     def count(self, name: str) -> int:
         """The sum over all tiers of a figure that the agent reports."""
         report = ask_report(self.pool)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from long_form import LONG
+from mapped import of_mooncake
 
 from e2e.client import Answer
 from e2e.conftest import QWEN3_ARGS
@@ -178,6 +179,14 @@ def test_sglang_loads_what_vllm_computed(fleet: Fleet) -> None:
 
 def test_vllm_loads_what_sglang_computed(fleet: Fleet) -> None:
     fleet.wait_until_shared(fleet.sglang, fleet.first)
+
+
+def test_mooncakes_library_is_in_the_agents_and_in_no_process_of_an_engine(fleet: Fleet) -> None:
+    """Although SGLang's environment has it; vLLM's has not, so there it is seen that it is not needed."""
+    fleet.wait_until_shared(fleet.first, fleet.sglang)
+    for host in fleet.hosts:
+        assert of_mooncake(host.agent.pid)
+        assert not [process for process in host.server.processes() if of_mooncake(process.pid)]
 
 
 def test_whatever_is_killed_every_text_is_right(fleet: Fleet) -> None:
