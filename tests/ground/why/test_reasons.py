@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,17 @@ from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.misses import Miss
 from store_client import EmbeddedStore
 from store_client.testing import put_chain
+
+
+def since_when(said: str, cause: str) -> str:
+    """The time of day at which pages were refused for this cause."""
+    (clock,) = re.findall(rf"not stored at ([0-2]\d:[0-5]\d) \(\d+ (?:s|min) ago\): {cause}", said)
+    return str(clock)
+
+
+def minutes_since(began_s: float) -> list[str]:
+    """As a clock shows them; the pool keeps times in units of 67 ms."""
+    return [time.strftime("%H:%M", time.localtime(at_s)) for at_s in range(int(began_s - 1), int(time.time()) + 1)]
 
 
 class TestReasons:
@@ -94,10 +107,12 @@ class TestReasons:
             assert "pages 8-9 not stored at" in ask("--model", model, "--tokens", ids)
 
     def test_a_pool_that_was_locked(self, pool, space, model, ids):
+        began_s = time.time()
         with stopped_holder(pool):
             assert space.write(KEYS, lambda i, view: None, nbytes=4096, parents=[None] * 10, deadline_s=0.2)
         said = ask("--model", model, "--tokens", ids)
-        assert "pages 0-9 not stored at" in said and "pool unavailable, its lock was held" in said
+        assert "pages 0-9 not stored at" in said
+        assert since_when(said, "pool unavailable, its lock was held") in minutes_since(began_s)
 
     def test_pages_that_were_found_corrupt(self, pool, store, space, model, ids):
         stored(space, KEYS[:2])
@@ -127,9 +142,10 @@ class TestReasons:
                 with open(pool / "ballast", "wb") as ballast:
                     room = os.statvfs(pool)
                     os.posix_fallocate(ballast.fileno(), 0, (room.f_bavail - 2) * room.f_frsize)
+                began_s = time.time()
                 put_chain(store.space(name, WHOLE), KEYS, 1 << 20)
                 said = ask("--model", model, "--tokens", ids)
-                assert "pool unavailable, the file system is full" in said
+                assert since_when(said, "pool unavailable, the file system is full") in minutes_since(began_s)
                 assert f"why not more: {Miss.of_cause('no_space').words.said}" in said
             (pool / "ballast").unlink()
 
