@@ -12,8 +12,9 @@ import pytest
 from e2e.conftest import Shared
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question, draw_tokens
-from e2e.said import lines, told
+from e2e.said import lines, told, top
 from e2e.server import Server
+from mooncake_connector.deploy.watch import read
 from store_client import EmbeddedStore
 
 
@@ -75,6 +76,22 @@ def test_the_doctor_and_the_log_say_what_became_of_a_prompt(
     assert checks["server"][0][0] == checks["connector"][0][0] == checks["pool"][0][0] == "ok"
     assert f"{hit:,.0f} of {queried:,.0f} prompt tokens" in checks["hit rate"][0][1]
     assert any("not in the pool" in detail for _, detail in checks["missed"])
+
+
+def test_top_shows_what_the_server_does(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    """By the names that this vLLM has for its figures."""
+    question = questions["reset"]
+    ask_saved_again(server, pages, question)
+
+    def hits() -> None:
+        server.reset_prefix_cache()
+        server.ask(question.prompt, max_tokens=64)
+
+    shown = top(server, pool, hits, "running", "hit_share", "pool_tokens_s", "load_nbytes_s", "saved_s_s")
+    assert {(each["kind"], each["cause"]) for each in shown} == {("vLLM", "")}
+    assert "\nvllm:num_requests_waiting{" in (read(f"{server.url}/metrics") or "")
 
 
 def test_a_page_with_wrong_bytes_and_a_right_checksum_changes_the_text(

@@ -20,9 +20,10 @@ import pytest
 from e2e.index import Endpoints, Indexed
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question, draw_tokens
-from e2e.said import lines, runs, told, why
+from e2e.said import lines, runs, told, top, why
 from e2e.sglang.conftest import StartSGLang
 from e2e.sglang_server import SGLangServer, Way
+from mooncake_connector.deploy.watch import read
 from store_client import EmbeddedStore
 
 
@@ -177,6 +178,20 @@ def test_the_doctor_and_the_log_say_what_became_of_a_prompt(lives: Lives, pool: 
     checks = told(server, pool)
     assert checks["server"][0][0] == checks["connector"][0][0] == checks["pool"][0][0] == "ok"
     assert f"{hit:,.0f} of {queried:,.0f} prompt tokens" in checks["hit rate"][0][1]
+
+
+def test_top_shows_what_the_server_does(lives: Lives, pool: Path) -> None:
+    """By the names that this SGLang has for its figures."""
+    question, server = lives.written_by(0), lives[0]
+
+    def hits() -> None:
+        server.flush()
+        ask(server, question, hit_tokens=full(question))
+
+    shown = top(server, pool, hits, "hit_share", "pool_tokens_s", "load_nbytes_s")
+    assert {(each["kind"], each["cause"]) for each in shown} == {("SGLang", "")}
+    page = read(f"{server.url}/metrics") or ""
+    assert "\nsglang:num_running_reqs{" in page and "\nsglang:num_queue_reqs{" in page
 
 
 def test_a_page_with_wrong_bytes_and_a_right_checksum_changes_the_text(
