@@ -107,6 +107,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """Whether SGLang still waits for what it loads now."""
         self.asked: Callable[[], bool] = always
         """Whether it does for the answer to its lookup."""
+        self.hurried = False
+        """Whether SGLang waits for the thread of its lookups to end, and ends itself where that takes long."""
         self.kept: Callable[[], bool] = always
         """Whether what it saves now is still to be saved."""
         self._others: dict[str, StoredPool] = {}
@@ -335,7 +337,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
         view = partial(self._view, shard, pages.unit_nbytes, other)
-        return StoredPool(pages, view, self._movers, self.metrics, self._config, lambda: self.asked())
+        return StoredPool(pages, view, self._movers, self.metrics, self._config, lambda: self.asked() and not self.hurried)
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""

@@ -255,6 +255,21 @@ def _watching(name: str, asking: Callable[[Any, threading.Event], Callable[[], b
     return watch
 
 
+def _hurries(stop: Callable[[Any], None], controller: Any) -> None:
+    """Around the end of the thread that looks up for all stages of a pipeline: SGLang waits for it first, 10 s.
+
+    `storage_stop_event` comes later, and must: the other threads of all ranks do together what this one gives them.
+    """
+    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+    if not is_ours(backend):
+        return stop(controller)
+    backend.hurried = True
+    try:
+        return stop(controller)
+    finally:
+        backend.hurried = False
+
+
 def _until_given_up(operation: Any, stopped: threading.Event) -> Callable[[], bool]:
     """A lookup or a load, of a prompt that may be aborted or take too long."""
     return lambda: not (operation.is_terminated() or stopped.is_set())
@@ -301,6 +316,7 @@ TARGETS = (
     Target(f"{_CONTROLLER}._page_set_zero_copy", ("self", "hash_values", "host_indices", "extra_info")),
     Target(f"{_HYBRID}.should_backup", ("self", "transfer"), _keeps_drafts),
     Target(f"{_HYBRID}._storage_hit_query", ("self", "operation"), _watching("asked", _until_given_up)),
+    Target(f"{_HYBRID}._stop_pp_prefetch_thread", ("self",), _hurries),
     Target(f"{_HYBRID}._page_transfer", ("self", "operation"), _watching("wanted", _until_given_up)),
     Target(f"{_HYBRID}._page_backup", ("self", "operation"), _watching("kept", _for_a_while)),
     Target(

@@ -18,6 +18,7 @@ from host_pools import MLA_LAYOUTS, axes, bytes_of, fill_with, mamba, mha, mla, 
 from instances import DYNAMIC, server
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PPPrefetchTicket
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins import load_plugins
@@ -334,6 +335,31 @@ def test_a_lookup_that_nobody_waits_for_any_more_holds_up_no_flush(
     assert "the pool did not say" not in caplog.text
     faults.answer = late = Late(asked=4, before=2)
     assert reader.load(TOKENS)[0] == FULL and max(late.times.values()) == 4, "the next one waits again"
+
+
+@pytest.mark.parametrize("end", ["reset", "detach_storage_backend"])
+def test_a_lookup_for_all_stages_of_a_pipeline_holds_up_no_flush(
+    start, faults: Faults, written: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """With `--hicache-host-memory-mode buffer_only` a thread of its own asks, for which SGLang waits before all else."""
+    reader = start(lookup_wait_s=60.0)
+    controller, asked = reader.controller, threading.Event()
+    faults.answer = lambda keys, found: asked.set() or Lookup(0, pending=True)
+    monkeypatch.setattr(controller, "pp_prefetch_command_group", torch.distributed.new_group([0]))
+    thread = threading.Thread(target=controller.pp_prefetch_command_thread_func, daemon=True)
+    controller.pp_prefetch_command_thread = thread
+    thread.start()
+    handle = CacheRequestHandle("request", 0)
+    controller.pp_prefetch_command_queue.put(PPPrefetchTicket(handle, TOKENS, None, [], [], ()))
+    assert asked.wait(60)
+    stopped_when_told = []
+    join = thread.join
+    monkeypatch.setattr(
+        thread, "join", lambda timeout: (join(timeout), stopped_when_told.append(controller.storage_stop_event.is_set()))
+    )
+    getattr(controller, end)()  # raises where the thread does not come back
+    assert stopped_when_told == [False], "the threads that go on with what it found are there until it is done"
+    assert "the pool did not say" not in caplog.text
 
 
 def test_a_load_that_nobody_waits_for_any_more_holds_up_no_flush(start, faults: Faults) -> None:
