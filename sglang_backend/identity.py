@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_OTHER_WEIGHTS = (
-    "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "uno_lora_path", "forward_hooks"
-)  # fmt: skip
+_OTHER_WEIGHTS = ("modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "forward_hooks")
 """Settings by which a model computes with other weights than its files have, or with functions of the user's in it."""
 WHOLE = Shard(0, 1, 0, 1)
 """Shard of pages that are not divided into layers and heads."""

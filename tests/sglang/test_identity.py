@@ -118,6 +118,13 @@ def test_a_model_that_computes_with_more_than_its_files_shares_no_pages(settings
         assert named.digest != name_of(kt_weight_path="/others").digest
 
 
+def test_an_adapter_for_draft_tokens_alone_changes_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UNO's: what is accepted, its target has computed again without the adapter."""
+    monkeypatch.setattr("sglang.srt.arg_groups.speculative_hook._handle_uno", lambda args: None)  # which wants a GPU
+    names = [name_of(speculative_algorithm="UNO", uno_lora_path=path).digest for path in ("/one", "/other")]
+    assert names[0] == names[1] != name_of().digest
+
+
 def test_adapters_of_which_a_part_is_left_out_have_another_name(tmp_path: Path) -> None:
     """An adapter for "all-linear" is loaded as far as --lora-target-modules goes, with a warning."""
     (tmp_path / "adapter_config.json").write_text('{"target_modules": "all-linear"}')
