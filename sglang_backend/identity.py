@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OTHER_WEIGHTS = ("modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "forward_hooks")
 """Settings by which a model computes with other weights than its files have, or with functions of the user's in it."""
+_EXPERTS = ("**/*.safetensors", "**/*.gguf", "**/*.kt")
+"""What KTransformers reads of a folder of experts; the last in a folder for each layer."""
 WHOLE = Shard(0, 1, 0, 1)
 """Shard of pages that are not divided into layers and heads."""
 
@@ -220,8 +222,9 @@ def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -
     for setting in _OTHER_WEIGHTS:
         if getattr(args, setting, None):
             own[setting] = str(getattr(args, setting))
-    if args.kt_weight_path:  # experts in files of their own, quantised
-        own["ktransformers"] = [str(args.kt_weight_path), str(args.kt_method), str(args.kt_num_gpu_experts)]
+    if args.kt_weight_path:  # experts in files of their own, quantised; deferred ones are added a layer later
+        deferred = args.kt_max_deferred_experts_per_token
+        own["ktransformers"] = [str(args.kt_method), str(args.kt_num_gpu_experts), str(deferred)]
     return own
 
 
@@ -237,6 +240,8 @@ def _namespace(
     if args.quantization_param_path:
         scales = Path(args.quantization_param_path)
         own["kv_scales"] = files_digest(scales.parent, (scales.name,))
+    if args.kt_weight_path:
+        own["experts"] = files_digest(Path(args.kt_weight_path), _EXPERTS, cache_dir=default_cache_dir())
     source = "weight_cache" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
     digest, adapters = config.model_id or weights_digest(args.model_path, args.revision, source), _adapters(args)
     if in_memory.are_of_files:

@@ -102,9 +102,6 @@ def test_deterministic_inference_takes_no_kv_that_is_equal_but_for_the_last_bits
 @pytest.mark.parametrize(
     "settings",
     [
-        {"kt_weight_path": "/experts"},
-        {"kt_weight_path": "/experts", "kt_method": "LLAMAFILE"},
-        {"kt_weight_path": "/experts", "kt_num_gpu_experts": 8},
         {"forward_hooks": [{"name": "steers", "target_modules": ["model.layers.3"], "hook_factory": "a:b"}]},
         {"modelopt_checkpoint_restore_path": "/scales"},
     ],
@@ -114,8 +111,35 @@ def test_a_model_that_computes_with_more_than_its_files_shares_no_pages(settings
     named, plain = name_of(**settings), name_of()
     assert plain.engine_overrides == "" and named.digest != plain.digest
     assert named.digest == name_of(**settings).digest
-    if "kt_weight_path" in settings:
-        assert named.digest != name_of(kt_weight_path="/others").digest
+
+
+def experts(folder: Path, *weights: bytes, kind: str = ".kt") -> str:
+    """As KTransformers reads them: of the same names in a folder of each layer."""
+    for layer, content in enumerate(weights):
+        (folder / f"layer_{layer}").mkdir(parents=True)
+        (folder / f"layer_{layer}" / f"gate_0{kind}").write_bytes(content)
+    return str(folder)
+
+
+def test_experts_of_ktransformers_are_named_by_what_their_files_hold(tmp_path: Path) -> None:
+    named = name_of(kt_weight_path=experts(tmp_path / "one", b"a", b"b")).digest
+    assert named != name_of().digest
+    assert named == name_of(kt_weight_path=experts(tmp_path / "copy", b"a", b"b")).digest
+    for other, weights in {"first": (b"c", b"b"), "last": (b"a", b"c"), "swapped": (b"b", b"a")}.items():
+        assert named != name_of(kt_weight_path=experts(tmp_path / other, *weights)).digest, other
+    for kind in (".safetensors", ".gguf"):
+        assert name_of(kt_weight_path=experts(tmp_path / kind, b"a", b"b", kind=kind)).digest != named
+    with pytest.raises(ModelIdentityError, match="no file that matches"):
+        name_of(kt_weight_path=experts(tmp_path / "unknown", b"a", kind=".weights"))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"kt_method": "LLAMAFILE"}, {"kt_num_gpu_experts": 8}, {"kt_max_deferred_experts_per_token": 2}],
+    ids=lambda setting: " ".join(setting),
+)  # fmt: skip
+def test_how_experts_of_ktransformers_are_computed_is_part_of_the_name(tmp_path: Path, setting: dict[str, Any]) -> None:
+    folder = experts(tmp_path / "experts", b"a")
+    assert name_of(kt_weight_path=folder, **setting).digest != name_of(kt_weight_path=folder).digest
 
 
 def test_an_adapter_for_draft_tokens_alone_changes_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def model_digest(path: Path, *, cache_dir: Path | None = None) -> str:
 def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None = None) -> str:
     """64 hex digits over names and contents of the files in folder `path` that match a glob of `patterns`.
 
+    Of a glob with `**` a name is that within `path`.
+
     Raises ModelIdentityError where nothing matches.
     """
     path = Path(path)
@@ -79,7 +81,8 @@ def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None 
         raise ModelIdentityError(f"{path} cannot be read: {error.strerror}") from None
     if not files:
         raise ModelIdentityError(f"{path} has no file that matches {', '.join(patterns)}: its identity is unknown")
-    named = {file.name: fingerprint for file, fingerprint in fingerprint_files(files, cache_dir).items()}
+    fingerprints = fingerprint_files(files, cache_dir)
+    named = {file.relative_to(path).as_posix(): fingerprint for file, fingerprint in fingerprints.items()}
     return hashlib.sha256(b"mooncake-connector-files-v1" + canonical_json(named).encode("ascii")).hexdigest()
 
 
