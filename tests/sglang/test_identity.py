@@ -32,7 +32,9 @@ def name_of(config: Config = Config(), **arguments: Any) -> Namespace:  # noqa: 
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint that this process has loaded, as SGLang's own loader says."""
-    folder = tmp_path / "checkpoint"
+    (tmp_path / "first").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "first")
+    folder = tmp_path / "latest" / "checkpoint"
     shutil.copytree(checkpoint("qwen3"), folder)
     monkeypatch.setattr(instances, "checkpoint", lambda name: folder)
     monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
@@ -48,18 +50,29 @@ def overwritten(folder: Path) -> None:
 
 
 def other_folder(folder: Path) -> None:
-    """As a link to the newest checkpoint is turned; what it leads to then may be older than the server."""
+    """It may be older than the server."""
     before = {file.name: file.stat() for file in folder.iterdir()}
     folder.rename(folder.with_name("before"))
     shutil.copytree(folder.with_name("before"), folder)
     os.utime(folder / "model.safetensors", ns=(0, before["model.safetensors"].st_mtime_ns - 1))
 
 
+def turned_link(folder: Path) -> None:
+    """To files of equal sizes and times, as those of archives are, and what a program wrote that sets the times."""
+    latest, second = folder.parent, folder.parent.with_name("second")
+    shutil.copytree(latest, second)
+    before = (folder / "model.safetensors").stat()
+    overwritten(second / "checkpoint")
+    os.utime(second / "checkpoint" / "model.safetensors", ns=(0, before.st_mtime_ns))
+    latest.unlink()
+    latest.symlink_to(second)
+
+
 def other_configuration(folder: Path) -> None:
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
 
 
-@pytest.mark.parametrize("change", [overwritten, other_folder, other_configuration])
+@pytest.mark.parametrize("change", [overwritten, other_folder, turned_link, other_configuration])
 def test_files_that_were_changed_after_they_were_loaded_name_no_pages(loaded: Path, change: Any) -> None:
     """SGLang attaches a backend at any time (/hicache/storage-backend), when a checkpoint may have been overwritten."""
     assert name_of().model_digest

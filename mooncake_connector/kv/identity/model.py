@@ -6,6 +6,7 @@ put under the same path never sees them. How files are read and remembered is `f
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None 
     return hashlib.sha256(b"mooncake-connector-files-v1" + canonical_json(named).encode("ascii")).hexdigest()
 
 
-def model_stamp(path: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of each file that `model_digest` reads, by name: cheap, and another one after a change.
+def model_stamp(path: Path) -> dict[str, tuple[str, int, int]]:
+    """Place, size and time of change of each file that `model_digest` reads, by name: cheap, another after a change.
 
     Raises ModelIdentityError and OSError.
     """
@@ -96,14 +97,19 @@ def model_stamp(path: Path) -> dict[str, tuple[int, int]]:
     return _stamps([*_weight_files(path), *_matching(path, (*_MEANING_PATTERNS, *_CONFIG_NAMES))])
 
 
-def files_stamp(path: Path, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:
+def files_stamp(path: Path, patterns: Sequence[str]) -> dict[str, tuple[str, int, int]]:
     """As `model_stamp`, of what `files_digest` reads."""
     return _stamps(_matching(path, patterns))
 
 
-def _stamps(files: Sequence[Path]) -> dict[str, tuple[int, int]]:
+def _stamps(files: Sequence[Path]) -> dict[str, tuple[str, int, int]]:
     # Not inode and ctime: those change as well where nothing is written, on mounted object stores, by links and chmod.
-    return {file.name: (status.st_size, status.st_mtime_ns) for file in files for status in (file.stat(),)}
+    # The place behind links: of a folder a link leads to, or of a blob of the hub's, that revisions share.
+    return {
+        file.name: (os.path.realpath(file), status.st_size, status.st_mtime_ns)
+        for file in files
+        for status in (file.stat(),)
+    }
 
 
 def _weight_files(path: Path) -> list[Path]:
