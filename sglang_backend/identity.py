@@ -56,15 +56,21 @@ class LoadedFiles:
     def __init__(self) -> None:
         self._stamps: dict[str, Any] = {}
 
-    def note(self) -> None:
-        """What is on disk now was loaded; a draft model and adapters are later than the model."""
-        args = _server_args()
-        if args is not None:
-            self._stamps = {**_stamps(args), **self._stamps}
+    def note(self, *, is_draft: bool) -> None:
+        """What is on disk now of the model, or else of the draft model, was loaded."""
+        if (args := _server_args()) is not None:
+            self._keep(_of_draft(args) if is_draft else _of_model(args))
+
+    def note_adapters(self) -> None:
+        if (args := _server_args()) is not None:
+            self._keep(_of_adapters(args))
+
+    def _keep(self, stamps: dict[str, Any]) -> None:
+        self._stamps = {**stamps, **self._stamps}  # of a draft in the model's own files, the model's
 
     def check(self, args: Any, model_id: str | None) -> None:
         """Raises ModelIdentityError where files that name something are not those that were loaded."""
-        now = _stamps(args)
+        now = {**_of_adapters(args), **_of_draft(args), **_of_model(args)}
         named = {args.model_path} if model_id else set()
         changed = [name for name, stamp in self._stamps.items() if name not in named and now.get(name) != stamp]
         if changed:
@@ -77,13 +83,24 @@ class LoadedFiles:
 loaded_files = LoadedFiles()
 
 
-def _stamps(args: Any) -> dict[str, Any]:
-    """By name; without what cannot be found."""
-    draft = args.speculative_draft_model_path
+# Stamps by name; without what cannot be found.
+
+
+def _of_model(args: Any) -> dict[str, Any]:
+    with suppress(ModelIdentityError, OSError):
+        return {args.model_path: model_stamp(checkpoint_path(args.model_path, args.revision))}
+    return {}
+
+
+def _of_draft(args: Any) -> dict[str, Any]:
+    name, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    with suppress(ModelIdentityError, OSError):
+        return {name: model_stamp(checkpoint_path(name, revision))} if name else {}
+    return {}
+
+
+def _of_adapters(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, revision in ((args.model_path, args.revision), (draft, args.speculative_draft_model_revision)):
-        with suppress(ModelIdentityError, OSError):
-            found.update({name: model_stamp(checkpoint_path(name, revision))} if name else {})
     for adapter in args.lora_paths or []:
         with suppress(ModelIdentityError, OSError, AttributeError):
             found[adapter.lora_path] = files_stamp(checkpoint_path(adapter.lora_path, None), LORA_FILES)

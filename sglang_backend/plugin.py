@@ -40,6 +40,7 @@ _OPTION = "--hicache-storage-backend"
 _FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -293,7 +294,15 @@ def _notes_files(result: None, runner: Any) -> None:
     """After a model was loaded: a backend that is attached much later hashes the files, which may be others by then."""
     from sglang_backend.identity import loaded_files
 
-    loaded_files.note()
+    loaded_files.note(is_draft=runner.is_draft_worker)
+
+
+@contained(nothing)
+def _notes_adapters(result: None, runner: Any) -> None:
+    """After those that the server starts with were loaded, which is after the model; their download may end meanwhile."""
+    from sglang_backend.identity import loaded_files
+
+    loaded_files.note_adapters()
 
 
 _MANAGER_CALL = ("self", "recv_req")
@@ -328,7 +337,8 @@ TARGETS = (
         _with_prefixes,
         HookType.BEFORE,
     ),
-    Target("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), _notes_files, HookType.AFTER),
+    Target(f"{_RUNNER}.load_model", ("self",), _notes_files, HookType.AFTER),
+    Target(f"{_RUNNER}.init_lora_manager", ("self",), _notes_adapters, HookType.AFTER),
     Target(f"{_WEIGHTS}.update_weights_from_disk", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.update_weights_from_distributed", _MANAGER_CALL, _reports_weights),
     Target(f"{_WEIGHTS}.update_weights_from_tensor", _MANAGER_CALL, _reports_weights),

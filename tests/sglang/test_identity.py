@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import instances
@@ -38,10 +39,15 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(checkpoint("qwen3"), folder)
     monkeypatch.setattr(instances, "checkpoint", lambda name: folder)
     monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
-    (target,) = (target for target in plugin.TARGETS if target.path.endswith("ModelRunner.load_model"))
-    with server("qwen3"):
-        target.hook(None, None)
+    says("load_model")
     return folder
+
+
+def says(what: str, *, is_draft: bool = False, **arguments: Any) -> None:
+    """What SGLang has done, to our hook behind it."""
+    (target,) = (target for target in plugin.TARGETS if target.path.endswith(f"ModelRunner.{what}"))
+    with server("qwen3", **arguments):
+        target.hook(None, SimpleNamespace(is_draft_worker=is_draft))
 
 
 def overwritten(folder: Path) -> None:
@@ -93,6 +99,47 @@ def test_after_an_update_it_does_not_matter_what_the_files_are(
         name_of()
     updated.changed()
     assert updated.of(name_of()).is_private
+
+
+def test_a_draft_and_adapters_are_the_files_that_were_there_when_they_were_loaded(
+    loaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download of theirs that was interrupted once goes on when SGLang loads them, behind the model."""
+    monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
+    draft, adapter = tmp_path / "draft", tmp_path / "adapter"
+    shutil.copytree(loaded, draft)
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    settings = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(draft),
+        "lora_paths": [LoRARef(lora_id="1" * 32, lora_name="adapter", lora_path=str(adapter))],
+    }
+    says("load_model", **settings)
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    says("init_lora_manager", **settings)
+    shutil.copy(draft / "model.safetensors", draft / "model-2.safetensors")
+    says("load_model", is_draft=True, **settings)
+    before = name_of(**settings).digest
+    for later in (draft / "model-2.safetensors", adapter / "adapter_model.safetensors"):
+        content = later.read_bytes()
+        later.write_bytes(b"others")
+        with pytest.raises(ModelIdentityError, match=f"the files of {later.parent} are not those"):
+            name_of(**settings)
+        later.write_bytes(content)
+        monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
+        for what, is_draft in (("load_model", False), ("init_lora_manager", False), ("load_model", True)):
+            says(what, is_draft=is_draft, **settings)
+        assert name_of(**settings).digest == before
+
+
+def test_a_draft_in_the_files_of_the_model_leaves_what_was_noted_of_it(loaded: Path) -> None:
+    """Files that change between the two loads name nothing: part of what is in memory is of the former ones."""
+    overwritten(loaded)
+    settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(loaded)}
+    says("load_model", is_draft=True, **settings)
+    with pytest.raises(ModelIdentityError, match="are not those any more"):
+        name_of(**settings)
 
 
 def test_files_that_were_touched_by_a_backup_are_those_that_were_loaded(loaded: Path, tmp_path: Path) -> None:
