@@ -32,7 +32,7 @@ def assert_clean(tally: Tally) -> None:
 def test_loop_of_an_llm(qwen3: Path, pool: Path, logs: Path, processes: int) -> None:
     """Its engine is in the same process, or has one of its own."""
     command = [
-        *(str(ENVIRONMENTS / "vllm" / "bin" / "python"), "-m", "e2e.rl_loop"),
+        *(str(ENVIRONMENTS / "vllm" / "bin" / "python"), "-P", "-m", "e2e.rl_loop"),
         *(str(qwen3), str(checkpoint("qwen3-other")), str(ROUNDS)),
     ]
     env = small_environment() | {
