@@ -337,7 +337,10 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
         view = partial(self._view, shard, pages.unit_nbytes, other)
-        return StoredPool(pages, view, self._movers, self.metrics, self._config, lambda: self.asked() and not self.hurried)
+        return StoredPool(pages, view, self._movers, self.metrics, self._config, self._is_asked)
+
+    def _is_asked(self) -> bool:
+        return self.asked() and not self.hurried
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""

@@ -299,7 +299,7 @@ def _notes_files(result: None, runner: Any) -> None:
 
 @contained(nothing)
 def _notes_adapters(result: None, runner: Any) -> None:
-    """After those that the server starts with were loaded, which is after the model; their download may end meanwhile."""
+    """After those that the server starts with were loaded: after the model, and their download may end meanwhile."""
     from sglang_backend.identity import loaded_files
 
     loaded_files.note_adapters()

@@ -341,7 +341,7 @@ def test_a_lookup_that_nobody_waits_for_any_more_holds_up_no_flush(
 def test_a_lookup_for_all_stages_of_a_pipeline_holds_up_no_flush(
     start, faults: Faults, written: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """With `--hicache-host-memory-mode buffer_only` a thread of its own asks, for which SGLang waits before all else."""
+    """With `--hicache-host-memory-mode buffer_only` a thread of its own asks, for which SGLang waits first."""
     reader = start(lookup_wait_s=60.0)
     controller, asked = reader.controller, threading.Event()
     faults.answer = lambda keys, found: asked.set() or Lookup(0, pending=True)
@@ -354,9 +354,8 @@ def test_a_lookup_for_all_stages_of_a_pipeline_holds_up_no_flush(
     assert asked.wait(60)
     stopped_when_told = []
     join = thread.join
-    monkeypatch.setattr(
-        thread, "join", lambda timeout: (join(timeout), stopped_when_told.append(controller.storage_stop_event.is_set()))
-    )
+    stopped = controller.storage_stop_event
+    monkeypatch.setattr(thread, "join", lambda timeout: (join(timeout), stopped_when_told.append(stopped.is_set())))
     getattr(controller, end)()  # raises where the thread does not come back
     assert stopped_when_told == [False], "the threads that go on with what it found are there until it is done"
     assert "the pool did not say" not in caplog.text
