@@ -150,7 +150,8 @@ def test_a_region_is_registered_with_every_card_for_its_own_bytes_and_once(
         made = rail.card._registered[middle]
         assert rail.card._domain.regions[made.rkey][:2] == (middle.address, 5000), "and no more of the page"
         assert num_descriptors() == 0
-    assert lines(caplog, logging.INFO) == ["rdma: cards read and fill memory of GPU 0 by themselves (dma-buf)"]
+    said = [line for line in lines(caplog, logging.INFO) if "rdma: goes over" not in line]
+    assert said == ["rdma: cards read and fill memory of GPU 0 by themselves (dma-buf)"]
     sides.memory.unregister(*sides.memory.regions)
     assert [list(rail.card._registered) for rail in sides.sender._rails.all] == [
         [rail.card.cells.region] for rail in sides.sender._rails.all
