@@ -165,8 +165,6 @@ def test_the_first_card_is_that_of_the_address_that_peers_know() -> None:
 
 
 def test_auto_goes_over_the_cards_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(registry._PACKAGES, "nixl")  # its wheel is for a processor that this one is not
-    monkeypatch.delitem(registry._PACKAGES, "mooncake")
     options = TransportOptions(Identity(b"sixteen bytes or more"), hosts=["10.77.0.1"])
     with (
         make_transports(["auto"], Memory(), options) as here,
