@@ -41,7 +41,7 @@ help:
 	@echo 'make test-fast     quick tests that need no engine and no tier (about 2 minutes on 2 cores)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test-rdma     all tests of the transport rdma, in an emulated machine with RDMA cards (qemu; about 10 minutes on a quiet core)'
-	@echo 'make test          lint, every test, two of the demos (40 minutes on 2 cores, installs not included)'
+	@echo 'make test          lint, every test, two of the demos (40 to 50 minutes on 2 cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
 	@echo 'make bench         NAME=store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve PEERS="..." JSON=FILE: figures and goals (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
