@@ -128,3 +128,11 @@ def test_without_room_nothing_is_run_and_the_folder_is_named(stages, tmp_path, c
     assert all(f"NO ROOM: {tmp_path} has " in line for line in shown.splitlines()[:2])
     assert "the tests need 1000000000.0: pools lie there\n" in shown and ": so do files\n" in shown
     assert (tmp_path / "summary.txt").read_text() == "0 passed, 1 failed, 0 skipped\n"
+
+
+def test_what_fails_where_others_took_the_room_meanwhile_says_so(stages, tmp_path, capfd, monkeypatch):
+    free = iter([[], ["NO ROOM: /full has 1.0 GiB free"]])
+    monkeypatch.setattr(run, "lacks_room", lambda: next(free))
+    stages["fails"] = run.Stage([python("exit(1)")], limit_s=60)
+    assert run.main(["fails"]) == 1
+    assert "===== fails: 0 passed, 1 failed, 0 skipped" in capfd.readouterr().out.partition("NO ROOM: /full")[0]

@@ -5,6 +5,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from simulated.waiting import wait_for
+
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.process import Process
 from transfer.transports.base import Unavailable
@@ -26,7 +28,13 @@ def helpers(pid=None):
 
 
 def running():
-    (pid,) = [pid for pid in helpers() if Path(f"/proc/{pid}/cmdline").read_text()]
+    """The one that runs. It may have no name yet: who starts it goes on before the kernel has noted its arguments."""
+
+    def named():
+        return [pid for pid in helpers() if Path(f"/proc/{pid}/cmdline").read_text()]
+
+    wait_for(named)
+    (pid,) = named()
     return pid
 
 

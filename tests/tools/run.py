@@ -375,6 +375,8 @@ def main(names: Sequence[str]) -> int:
                 total.add(run.count)
                 failed += run.failed
                 show(run)
+                if run.count.failed and (said := lacks_room()):  # others may have taken it since the start
+                    print("\n".join(said), flush=True)
             time.sleep(0.1)
     finally:
         for run in running:

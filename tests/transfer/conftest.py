@@ -1,6 +1,7 @@
 """Instances and pairs of them, which are closed after the test."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -48,7 +49,11 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tls, "_process", tls.TlsProcess())
     monkeypatch.setattr(log, "_seen", set())
     yield
-    wait_for(lambda: not helpers())
+    try:
+        wait_for(lambda: not helpers())
+    finally:
+        for pid in helpers():  # a test that failed left it, and no later one is to find it
+            os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "mooncake-tls-process" not in [thread.name for thread in threading.enumerate()])  # it has logged
 
 
