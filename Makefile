@@ -30,7 +30,7 @@ BUILT := .cache/wheel/.built
 PANELS := .cache/panels/page.js
 
 .PHONY: bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-index bench-eviction
-.PHONY: bench-hybrid bench-serve bench-unnamed
+.PHONY: bench-hybrid bench-watched bench-serve bench-unnamed
 .PHONY: help setup dev vllm vllm-next triton pythons sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu test-rdma bench lint clean
 
 help:
@@ -43,7 +43,7 @@ help:
 	@echo 'make test-rdma     all tests of the transport rdma, in an emulated machine with RDMA cards (qemu; about 10 minutes on a quiet core)'
 	@echo 'make test          lint, every test, two of the demos (40 to 50 minutes on 2 cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
-	@echo 'make bench         NAME=store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve PEERS="..." JSON=FILE: figures and goals (docs/benchmarks.md)'
+	@echo 'make bench         NAME=store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|watched|serve PEERS="..." JSON=FILE: figures and goals (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
@@ -97,18 +97,20 @@ bench-pd-sglang: BENCH_OPTIONS := --sglang-python $(SGLANG)/bin/python --model .
 bench-routing: dev vllm
 bench-routing: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
 bench-hybrid: dev vllm
+bench-watched: dev vllm
+bench-watched: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
 bench-hybrid: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models
 bench-serve: vllm $(PEER_ENV)/.installed
 bench-serve: BENCH_PYTHON := $(PEER_ENV)/bin/python
 bench-serve: BENCH_OPTIONS := --model .cache/models/qwen3 --dtype float32 --plot docs/images/serve.png
 bench-store bench-hicache bench-transfer bench-transports bench-tiers bench-pd bench-pd-sglang bench-routing bench-index bench-eviction \
-  bench-hybrid bench-serve: $(if $(filter nixl,$(PEERS)),$(DEV)/.nixl)
+  bench-hybrid bench-watched bench-serve: $(if $(filter nixl,$(PEERS)),$(DEV)/.nixl)
 	@PYTHONPATH=tests $(BENCH_PYTHON) -m bench.peers $(@:bench-%=%) $(BENCH_OPTIONS) $(addprefix --peer ,$(PEERS)) \
 		$(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench: bench-$(or $(NAME),unnamed)
 bench-unnamed:
-	@echo 'name one: make bench NAME=store, hicache, transfer, transports, tiers, pd, pd-sglang, routing, index, eviction, hybrid or serve' >&2; exit 2
+	@echo 'name one: make bench NAME=store, hicache, transfer, transports, tiers, pd, pd-sglang, routing, index, eviction, hybrid, watched or serve' >&2; exit 2
 
 test-rdma: system-packages dev $(VLLM)/.engine
 	@tests/tools/system_packages.sh $(REQUIREMENTS)/rdma-system.txt

@@ -1,7 +1,7 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve
-        [--peer NAME]... [--json FILE]
+    python -m bench.peers store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|watched|
+        serve [--peer NAME]... [--json FILE]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -42,6 +42,7 @@ LEGENDS = {
     "index": "CPU time, of the server's thread for questions, of all threads for events.",
     "eviction": "Hits of made traffic, everywhere the same; goal: at most 0.5 points behind the better of the other "
     "two. CPU time of the calling thread, the best and the mean of rounds.",
+    "watched": "limit: the same server while nobody looks. Medians; the windows take turns.",
     "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
     "its own. Medians; rounds alternate.",
 }
@@ -126,6 +127,15 @@ def hybrid(given: argparse.Namespace) -> Comparison:
     return hybrid.run(Engine(given.vllm_python, given.model), given.folder, scale, say)
 
 
+def watched(given: argparse.Namespace) -> Comparison:
+    from bench.peers import watched
+
+    engine = _engine(given)
+    if engine is None:
+        raise BenchError("watched needs --vllm-python and --model")
+    return watched.run(engine, given.folder, watched.QUICK if given.quick else watched.Scale(), say)
+
+
 def index(given: argparse.Namespace) -> Comparison:
     from bench.peers import conductor
 
@@ -176,6 +186,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "index": (index, ()),
     "eviction": (eviction, ()),
     "hybrid": (hybrid, ()),
+    "watched": (watched, ()),
     "serve": (serve, tuple(CONNECTORS)),
 }
 
