@@ -1,5 +1,6 @@
 """One host of many on a shared folder: `python folder_worker.py FOLDER REPORTS`; then each line "SEED" on stdin forks a
-host and prints its PID. A host writes, reads, removes and sweeps until it is killed, and counts in REPORTS/SEED.
+host and prints its PID. A host writes, reads, removes and sweeps until it is killed, and counts in REPORTS/SEED. At the
+end of stdin this ends once no host is left.
 """
 
 import os
@@ -7,6 +8,7 @@ import random
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from mooncake_connector.config.tiers import FolderTier
@@ -69,6 +71,9 @@ def main() -> None:
                 (reports / "wrong").write_text(traceback.format_exc())
             os._exit(0)
         print(pid, flush=True)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 if __name__ == "__main__":

@@ -58,11 +58,12 @@ class Hosts:
         return [sum(column) for column in zip(*[one for one in found if len(one) == 3], strict=True)] or [0, 0, 0]
 
     def stop(self) -> None:
+        """Kill them all and wait for their last calls: one that the kernel has begun is carried out nonetheless, and a
+        page may vanish or appear by it."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._server.kill()
-        self._server.wait()
+        self._server.communicate()
 
 
 @contextmanager
