@@ -11,14 +11,15 @@ from bench.peers.watched import METRICS, NOBODY, TOP, Found, processor_s
 def test_each_round_is_held_against_its_own_window_in_which_nobody_looks():
     """The machine was half as fast in the second and third round; only one of three rounds says 10 %."""
     found = {
-        TOP: Found([0.101, 0.202, 0.220], [0.5]),
-        NOBODY: Found([0.100, 0.200, 0.200], [0.4]),
-        METRICS: Found([0.099, 0.200, 0.200], [0.4]),
+        TOP: Found([0.101, 0.202, 0.220], [0.02], [0.5]),
+        NOBODY: Found([0.100, 0.200, 0.200], [0.01], [0.4]),
+        METRICS: Found([0.099, 0.200, 0.200], [0.01], [0.4]),
     }
     made = {one.figure: one for one in watched.rows(found)}
     assert round(made[f"{TOP}: processor time, change by it, median of rounds"].value, 6) == 1.0
     assert round(made[f"{TOP}: where 95 of 100 resampled medians lie, to"].value, 6) == 10.0
     assert round(made[f"{METRICS}: processor time, change by it, median of rounds"].value, 6) == 0.0
+    assert made[f"{TOP}: processor time of the idle server, a second"].value == 20.0
     assert made[f"{TOP}: time to first token, p50"].limit == 400.0
     assert not any(one.figure.startswith(f"{NOBODY}: processor time, change") for one in made.values())
 

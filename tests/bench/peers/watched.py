@@ -2,7 +2,8 @@
 
 One server with our pool answers one prompt after the other, of which a part is new and saved. Windows take turns:
 nobody looks, `top` follows server and pool, or /metrics is read every second, as Prometheus would. What counts is the
-processor time of the server's processes for a request, which the watcher's own share of the machine is not part of.
+processor time of the server's processes, for a request and while nothing is asked, which the watcher's own share of the
+machine is not part of.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.report import Comparison, Row, row
@@ -46,29 +47,32 @@ _ENV = {
 class Scale:
     """All prompts begin with the same `shared_tokens`; `requests` are asked in a window."""
 
-    rounds: int = 15
-    requests: int = 30
+    rounds: int = 8
+    requests: int = 25
+    idle_s: float = 6.0
     shared_tokens: int = 256
     own_tokens: int = 128
     answer_tokens: int = 8
 
 
-QUICK = Scale(rounds=1, requests=3)
+QUICK = Scale(rounds=1, requests=3, idle_s=0.1)
 
 
 @dataclass
 class Found:
-    """Of the windows of one kind: seconds of a processor for a request, one figure a window; times to first token."""
+    """Of the windows of one kind: seconds of a processor for a request, and in a second in which nothing is asked, one
+    figure a window each; times to first token."""
 
-    cpu_s: list[float]
-    ttfts_s: list[float]
+    cpu_s: list[float] = field(default_factory=list)
+    idle_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
 
 
 def run(engine: Engine, folder: Path, scale: Scale, progress: Progress) -> Comparison:
     """Raises BenchError where the server does not start, or a request fails."""
     machine, versions = describe_machine(folder), describe_versions()
     versions["vllm"] = version(engine)
-    found = defaultdict[str, Found](lambda: Found([], []))
+    found = defaultdict[str, Found](Found)
     draw, vocabulary = random.Random(18), read_shape(engine.model).vocabulary
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-", dir=folder) as name:
         pool = Path(name) / "pool"
@@ -79,7 +83,7 @@ def run(engine: Engine, folder: Path, scale: Scale, progress: Progress) -> Compa
                 progress(f"round {number} of {scale.rounds}")
                 for watcher in draw.sample(list(watchers), len(watchers)):
                     own = (draw.choices(range(vocabulary), k=scale.own_tokens) for _ in range(scale.requests))
-                    into = found[watcher] if number else Found([], [])  # the first one warms up
+                    into = found[watcher] if number else Found()  # the first one warms up
                     _window(server, pid, watchers[watcher], [[*shared, *one] for one in own], scale, into)
     return Comparison(machine, versions, rows(found))
 
@@ -91,6 +95,8 @@ def rows(found: Mapping[str, Found]) -> list[Row]:
         made += [
             row(f"{name}: processor time of the server, a request", statistics.median(of.cpu_s) * 1e3, "ms",
                 limit=statistics.median(alone.cpu_s) * 1e3),
+            row(f"{name}: processor time of the idle server, a second", statistics.mean(of.idle_s) * 1e3, "ms",
+                limit=statistics.mean(alone.idle_s) * 1e3),
             row(f"{name}: time to first token, p50", statistics.median(of.ttfts_s) * 1e3, "ms",
                 limit=statistics.median(alone.ttfts_s) * 1e3),
         ]  # fmt: skip
@@ -125,7 +131,10 @@ def _window(
             except RequestFailed as error:
                 raise BenchError(f"{server.url} did not answer: {error}") from error
             into.ttfts_s.append(answer.first_token_s)
-        into.cpu_s.append((processor_s(pid) - before) / len(prompts))
+        asked = processor_s(pid)
+        into.cpu_s.append((asked - before) / len(prompts))
+        time.sleep(scale.idle_s)
+        into.idle_s.append((processor_s(pid) - asked) / scale.idle_s)
 
 
 def processor_s(leader: int) -> float:
