@@ -43,6 +43,7 @@ from sglang_backend.calls import first_slots, page_keys, parent_key
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, opaque_pool
 from sglang_backend.metrics import Metrics
+from sglang_backend.page_hashes import compile_early
 from sglang_backend.plugin import hooked
 from sglang_backend.states import longest, look_for_states, restorable
 from sglang_backend.stored_pool import Movers, StoredPool
@@ -113,6 +114,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """Whether what it saves now is still to be saved."""
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
+        compile_early()
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take the model's KV host pool, and open the store in the background.
