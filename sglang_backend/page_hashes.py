@@ -1,8 +1,9 @@
 """Has SGLang's own code for page hashes compiled before SGLang needs it.
 
-SGLang hashes pages in C++, which it compiles with the first hash that it makes on a machine: 10 to 40 s in which a lookup
-hangs, and in which a flush ends the scheduler, which waits 10 s for that lookup. Its loader lets one thread of all
-processes compile at a time and the others take what came of it, so whoever needs a hash meanwhile waits for what is left.
+SGLang hashes pages in C++, which it compiles with the first hash that it makes on a machine: 10 to 40 s in which a
+lookup hangs, and in which a flush ends the scheduler, which waits 10 s for that lookup. Its loader lets one thread of
+all processes compile at a time and the others take what came of it, so whoever needs a hash meanwhile waits for what
+is left.
 """
 
 from __future__ import annotations
