@@ -1,14 +1,16 @@
-"""What the arguments of SGLang's storage calls mean here: page hashes, the page before, host indices."""
+"""What the arguments of SGLang's storage calls mean here: page hashes, the page before, host indices, the backend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.log import get_logger, log_once
+from sglang_backend import BACKEND_CLASS, BACKEND_MODULE
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
@@ -46,3 +48,12 @@ def first_slots(stored: StoredPool | None, keys: Sequence[str], indices: torch.T
         return None
     slots: list[int] = indices[:: stored.pages.page_slots].tolist()
     return slots
+
+
+@contained(nothing)
+def our_backend(controller: Any) -> Any:
+    """The storage backend of a controller, if it is ours; else None. By whatever name it was made, and out of SGLang's
+    failure injector."""
+    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+    made_of = [(base.__module__, base.__name__) for base in type(backend).__mro__]
+    return backend if (BACKEND_MODULE, BACKEND_CLASS) in made_of else None

@@ -26,6 +26,7 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger
 from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, request_lines
+from sglang_backend.calls import our_backend
 from sglang_backend.pd import offer, prompts
 from sglang_backend.targets import Target, in_force, misfits, place
 
@@ -110,12 +111,6 @@ def takes_over() -> bool:
         return False
 
 
-def is_ours(backend: Any) -> bool:
-    """Whether a storage backend is ours, by whatever name it was made, and inside SGLang's failure injector too."""
-    inner = getattr(backend, "_backend", backend)
-    return any((base.__module__, base.__name__) == (BACKEND_MODULE, BACKEND_CLASS) for base in type(inner).__mro__)
-
-
 def _take_over() -> None:
     StorageBackendFactory.register_backend(TAKEN_OVER, BACKEND_MODULE, BACKEND_CLASS)
     # SGLang starts Mooncake's transfer engine for a backend of this name, and fails where that is not installed.
@@ -149,7 +144,7 @@ def _suit(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
 
     No request is under way meanwhile.
     """
-    if is_ours(controller.storage_backend):
+    if our_backend(controller) is not None:
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
         from sglang_backend.writers import let_each_host_write
@@ -160,7 +155,7 @@ def _suit(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
 @contained(nothing)
 def _with_prefixes(attachment: Any, **knobs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before the knobs of storage are applied: a page comes with the keys before it, so the store knows its parent."""
-    if not is_ours(attachment._cache.cache_controller.storage_backend):
+    if our_backend(attachment._cache.cache_controller) is None:
         return None
     return (attachment,), {**knobs, "hicache_storage_pass_prefix_keys": True}
 
@@ -229,7 +224,7 @@ def _is_split_draft(controller: Any, transfer: Any) -> bool:
     """Whether each rank has other heads of this draft model's KV cache."""
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    if transfer.name not in ("draft", "draft_swa") or not is_ours(controller.storage_backend):
+    if transfer.name not in ("draft", "draft_swa") or our_backend(controller) is None:
         return False
     entry = controller.mem_pool_host.entry_map.get(transfer.name)
     return entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
@@ -243,8 +238,8 @@ def _watching(name: str, asking: Callable[[Any, threading.Event], Callable[[], b
     """
 
     def watch(call: Callable[..., Any], controller: Any, operation: Any) -> Any:
-        backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-        if not is_ours(backend) or threading.current_thread() is threading.main_thread():  # that one never waits
+        backend = our_backend(controller)
+        if backend is None or threading.current_thread() is threading.main_thread():  # that one never waits
             return call(controller, operation)
         before = getattr(backend, name)
         setattr(backend, name, asking(operation, controller.storage_stop_event))
@@ -261,8 +256,8 @@ def _hurries(stop: Callable[[Any], None], controller: Any) -> None:
 
     `storage_stop_event` comes later, and must: the other threads of all ranks do together what this one gives them.
     """
-    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-    if not is_ours(backend):
+    backend = our_backend(controller)
+    if backend is None:
         return stop(controller)
     backend.hurried = True
     try:

@@ -16,6 +16,7 @@ from typing import Any
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.misses import Miss
 from mooncake_connector.request_line import RequestLine
+from sglang_backend.calls import our_backend
 from sglang_backend.targets import Target
 
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -27,7 +28,7 @@ _LOOKED_UP = "_mooncake_connector_looked_up"
 
 def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, operation: Any) -> tuple[list[str], int]:
     """Around the lookup of a prompt; where SGLang will load nothing, that was all."""
-    backend = _ours(controller)
+    backend = our_backend(controller)
     if backend is None:
         return query(controller, operation)
     if _name(operation) == _NOBODY:
@@ -43,20 +44,13 @@ def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, oper
 
 def _loads(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any:
     """Around the load of what was found."""
-    backend = _ours(controller)
+    backend = our_backend(controller)
     if backend is None or not backend.logs_requests:
         return transfer(controller, operation)
     loaded, began_s = backend.loaded_tokens, time.monotonic()
     result = transfer(controller, operation)
     _note_load(operation, backend.loaded_tokens - loaded, time.monotonic() - began_s)
     return result
-
-
-@contained(nothing)
-def _ours(controller: Any) -> Any:
-    """The backend, if it is ours; else None."""
-    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-    return backend if hasattr(backend, "logs_requests") else None
 
 
 @contained(bool)
