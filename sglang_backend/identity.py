@@ -87,24 +87,44 @@ loaded_files = LoadedFiles()
 
 
 def _of_model(args: Any) -> dict[str, Any]:
-    with suppress(ModelIdentityError, OSError):
-        return {args.model_path: model_stamp(checkpoint_path(args.model_path, args.revision))}
-    return {}
+    found = _stamp(args.model_path, lambda: model_stamp(checkpoint_path(args.model_path, args.revision)))
+    if args.quantization_param_path:
+        found |= _stamp(args.quantization_param_path, lambda: files_stamp(*_scales(args)))
+    if args.kt_weight_path:  # they may be in the model's own folder
+        found |= _stamp(f"{args.kt_weight_path} (experts)", lambda: files_stamp(*_experts(args)))
+    return found
 
 
 def _of_draft(args: Any) -> dict[str, Any]:
     name, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    with suppress(ModelIdentityError, OSError):
-        return {name: model_stamp(checkpoint_path(name, revision))} if name else {}
-    return {}
+    return _stamp(name, lambda: model_stamp(checkpoint_path(name, revision))) if name else {}
 
 
 def _of_adapters(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for adapter in args.lora_paths or []:
-        with suppress(ModelIdentityError, OSError, AttributeError):
-            found[adapter.lora_path] = files_stamp(checkpoint_path(adapter.lora_path, None), LORA_FILES)
+        with suppress(AttributeError):
+            path = adapter.lora_path
+            found |= _stamp(path, lambda path=path: files_stamp(checkpoint_path(path, None), LORA_FILES))
     return found
+
+
+def _stamp(name: str, stamp: Callable[[], Any]) -> dict[str, Any]:
+    with suppress(ModelIdentityError, OSError):
+        return {name: stamp()}
+    return {}
+
+
+# Folder and names of files that a model is loaded with.
+
+
+def _scales(args: Any) -> tuple[Path, tuple[str, ...]]:
+    path = Path(args.quantization_param_path)
+    return path.parent, (path.name,)
+
+
+def _experts(args: Any) -> tuple[Path, tuple[str, ...]]:
+    return Path(args.kt_weight_path), _EXPERTS
 
 
 @dataclass(frozen=True)
@@ -255,10 +275,9 @@ def _namespace(
     if args.speculative_draft_model_path:
         own["draft"] = weights_digest(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     if args.quantization_param_path:
-        scales = Path(args.quantization_param_path)
-        own["kv_scales"] = files_digest(scales.parent, (scales.name,))
+        own["kv_scales"] = files_digest(*_scales(args))
     if args.kt_weight_path:
-        own["experts"] = files_digest(Path(args.kt_weight_path), _EXPERTS, cache_dir=default_cache_dir())
+        own["experts"] = files_digest(*_experts(args), cache_dir=default_cache_dir())
     source = "weight_cache" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
     digest, adapters = config.model_id or weights_digest(args.model_path, args.revision, source), _adapters(args)
     if in_memory.are_of_files:

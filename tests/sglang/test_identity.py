@@ -133,6 +133,28 @@ def test_a_draft_and_adapters_are_the_files_that_were_there_when_they_were_loade
         assert name_of(**settings).digest == before
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_scales_and_experts_are_the_files_that_were_there_when_the_model_was_loaded(
+    loaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
+    scales, folder = tmp_path / "scales.json", experts(loaded / "experts", b"a", b"b")
+    scales.write_text("{}")
+    settings = {"quantization_param_path": str(scales), "kt_weight_path": folder}
+    says("load_model", **settings)
+    before = name_of(**settings).digest
+    of_layer = loaded / "experts" / f"layer_{layer}" / "gate_0.kt"
+    for file, what in ((scales, str(scales)), (of_layer, rf"{folder} \(experts\)")):
+        content, time_ns = file.read_bytes(), file.stat().st_mtime_ns
+        file.write_bytes(b"others")
+        for config in (Config(), Config(model_id="m")):
+            with pytest.raises(ModelIdentityError, match=f"the files of {what} are not those"):
+                name_of(config, **settings)
+        file.write_bytes(content)
+        os.utime(file, ns=(0, time_ns))
+        assert name_of(**settings).digest == before
+
+
 def test_a_draft_in_the_files_of_the_model_leaves_what_was_noted_of_it(loaded: Path) -> None:
     """Files that change between the two loads name nothing: part of what is in memory is of the former ones."""
     overwritten(loaded)

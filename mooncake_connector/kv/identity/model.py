@@ -93,20 +93,20 @@ def model_stamp(path: Path) -> dict[str, tuple[str, int, int]]:
     Raises ModelIdentityError and OSError.
     """
     if path.is_file():
-        return _stamps([path])
-    return _stamps([*_weight_files(path), *_matching(path, (*_MEANING_PATTERNS, *_CONFIG_NAMES))])
+        return _stamps(path, [path])
+    return _stamps(path, [*_weight_files(path), *_matching(path, (*_MEANING_PATTERNS, *_CONFIG_NAMES))])
 
 
 def files_stamp(path: Path, patterns: Sequence[str]) -> dict[str, tuple[str, int, int]]:
     """As `model_stamp`, of what `files_digest` reads."""
-    return _stamps(_matching(path, patterns))
+    return _stamps(path, _matching(path, patterns))
 
 
-def _stamps(files: Sequence[Path]) -> dict[str, tuple[str, int, int]]:
+def _stamps(path: Path, files: Sequence[Path]) -> dict[str, tuple[str, int, int]]:
     # Not inode and ctime: those change as well where nothing is written, on mounted object stores, by links and chmod.
     # The place behind links: of a folder a link leads to, or of a blob of the hub's, that revisions share.
     return {
-        file.name: (os.path.realpath(file), status.st_size, status.st_mtime_ns)
+        file.relative_to(path).as_posix(): (os.path.realpath(file), status.st_size, status.st_mtime_ns)
         for file in files
         for status in (file.stat(),)
     }
