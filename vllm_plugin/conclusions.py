@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, TypeVar
 
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, log_once
 from vllm_plugin.early import parts
+from vllm_plugin.wrapping import wrap
 
-_MARK = "_mooncake_connector_concludes"
 _FIELDS = ("kv_connector", "kv_connector_extra_config")
 
 T = TypeVar("T")
@@ -68,18 +67,13 @@ def _names(config: Any) -> list[str]:
 
 def _wrap(owner: type, method: str, look: Callable[[Any], T], after: Callable[[Any, T], None]) -> None:
     """Have `look` see the configuration before a method concludes, and `after` what it is then, and what `look` saw."""
-    wrapped = getattr(owner, method, None)
-    if wrapped is None or getattr(wrapped, _MARK, False):  # a vLLM without it does not conclude this
-        return
 
-    @wraps(wrapped)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(concludes: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
         seen: list[T] = []
-        contained(nothing)(lambda: seen.append(look(self)))()
-        answer = wrapped(self, *args, **kwargs)
+        contained(nothing)(lambda: seen.append(look(config)))()
+        answer = concludes(config, *args, **kwargs)
         if seen:
-            contained(nothing)(after)(self, seen[0])
+            contained(nothing)(after)(config, seen[0])
         return answer
 
-    setattr(call, _MARK, True)
-    setattr(owner, method, call)
+    wrap(owner, method, call)

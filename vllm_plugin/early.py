@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
 from typing import Any
 
 from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError
 from transfer.transports.registry import check_configured
+from vllm_plugin.wrapping import wrap
 
-_MARK = "_mooncake_connector_checks"
 _FIELDS = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
 
 
@@ -35,8 +34,15 @@ def watch(name: str, module: str) -> None:
             if part.get("kv_connector") == name and part.get("kv_connector_module_path") in (None, module):
                 check_extra(part.get("kv_connector_extra_config"))
 
-    _before_the_end(KVTransferConfig, "__post_init__", check)
-    _before_the_end(KVConnectorFactory, "get_connector_class", check)
+    def checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = call(*args, **kwargs)
+        given = [one for one in (*args, *kwargs.values()) if hasattr(one, "kv_connector_extra_config")]
+        if given:
+            check(given[0])
+        return answer
+
+    wrap(KVTransferConfig, "__post_init__", checked)  # what a later vLLM lacks is found when the connector is made
+    wrap(KVConnectorFactory, "get_connector_class", checked)
 
 
 def parts(given: Any) -> Iterator[Mapping[str, Any]]:
@@ -61,22 +67,3 @@ def check_extra(extra: Any) -> None:
             f"mooncake-connector: {error}. `mooncake-connector doctor vllm --kv-transfer-config JSON` checks the whole "
             "of it without starting vLLM"
         ) from None
-
-
-def _before_the_end(owner: type, method: str, check: Callable[[Any], None]) -> None:
-    """Wrap a method (or class method) so that `check` sees the KVTransferConfig that it was called with."""
-    wrapped = getattr(owner, method, None)
-    if wrapped is None or getattr(wrapped, _MARK, False):  # what a later vLLM lacks is found when the connector is made
-        return
-    is_class_method = isinstance(vars(owner).get(method), classmethod)
-
-    @wraps(wrapped)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        answer = wrapped(*(args[1:] if is_class_method else args), **kwargs)
-        given = [one for one in (*args, *kwargs.values()) if hasattr(one, "kv_connector_extra_config")]
-        if given:
-            check(given[0])
-        return answer
-
-    setattr(call, _MARK, True)
-    setattr(owner, method, classmethod(call) if is_class_method else call)

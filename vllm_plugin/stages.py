@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mooncake_connector.contain import contained, nothing
 from vllm_plugin.unsupported import Unsupported
+from vllm_plugin.wrapping import wrap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,7 +25,6 @@ Stages: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
 """Stage, group -> vLLM's names of the layers."""
 
 _FIELD = "_mooncake_connector_stages"
-_MARK = "_mooncake_connector_tells"
 
 
 @contained(nothing)
@@ -35,20 +34,13 @@ def watch() -> None:
 
     # EngineCore has the function under a name of its own, once it is imported. Nobody else calls it.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
-        wrapped = getattr(module, "get_kv_cache_configs", None)
-        if callable(wrapped) and not getattr(wrapped, _MARK, False):
-            setattr(module, "get_kv_cache_configs", _telling(wrapped))  # noqa: B010
+        wrap(module, "get_kv_cache_configs", _telling)
 
 
-def _telling(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(wrapped)
-    def call(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        configs = wrapped(vllm_config, *args, **kwargs)
-        tell(vllm_config, configs)
-        return configs
-
-    setattr(call, _MARK, True)
-    return call
+def _telling(call: Callable[..., Any], vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+    configs = call(vllm_config, *args, **kwargs)
+    tell(vllm_config, configs)
+    return configs
 
 
 @contained(nothing)

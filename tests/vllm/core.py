@@ -36,7 +36,7 @@ class Core:
         return answers
 
     def rpc(self, function: Callable[[Any], Any]) -> list[Any]:
-        answers: list[Any] = calls._around_rpc(self, lambda: self._call(function))
+        answers: list[Any] = calls._around_rpc(Core._call, self, function)
         return answers
 
     def load(self, weights: int) -> None:
@@ -48,12 +48,12 @@ class Core:
         self.rpc(load)
 
     def reset(self, *, running: bool = False, connector: bool = True) -> bool:
-        def reset() -> bool:
-            return bool(self.scheduler.reset_prefix_cache(running, connector))
-
-        answer: bool = calls._around_reset(self, reset, running, connector)
+        answer: bool = calls._around_reset(Core._reset, self, running, connector)
         return answer
+
+    def _reset(self, running: bool, connector: bool) -> bool:
+        return bool(self.scheduler.reset_prefix_cache(running, connector))
 
     def add_lora(self, lora: LoRARequest, *, meanwhile: Callable[[], object] = bool) -> None:
         """The workers load an adapter, and `meanwhile` something happens."""
-        calls._around_add_lora(self, meanwhile, lora)
+        calls._around_add_lora(lambda core, request: meanwhile(), self, lora)

@@ -9,14 +9,12 @@ when the engine starts or the user says so; others are loaded with their first r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 from mooncake_connector.contain import contained, nothing
 from vllm_plugin.adapter_files import Signature
 from vllm_plugin.weights.reading import Reading
-
-_MARK = "_mooncake_connector_watches"
+from vllm_plugin.wrapping import wrap
 
 
 @contained(nothing)
@@ -29,45 +27,33 @@ def watch() -> None:
         "reset_prefix_cache": _around_reset,
         "add_lora": _around_add_lora,
     }
-    if not all(callable(getattr(EngineCore, name, None)) for name in methods):
-        return
-    for name, around in methods.items():
-        wrapped = getattr(EngineCore, name)
-        if not getattr(wrapped, _MARK, False):
-            setattr(EngineCore, name, _wrapped(wrapped, around))
+    if all(callable(getattr(EngineCore, name, None)) for name in methods):
+        for name, around in methods.items():
+            wrap(EngineCore, name, around)
 
 
-def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(core, lambda: method(core, *args, **kwargs), *args, **kwargs)
-
-    setattr(call, _MARK, True)
-    return call
-
-
-def _around_rpc(core: Any, call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+def _around_rpc(call: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
     _before(core)
     try:
-        return call()
+        return call(core, *args, **kwargs)
     finally:  # also one that failed may have changed weights
         _after_rpc(core)
 
 
 def _around_reset(
-    core: Any, call: Callable[[], Any], reset_running_requests: bool = False, reset_connector: bool = False
+    call: Callable[..., Any], core: Any, reset_running_requests: bool = False, reset_connector: bool = False
 ) -> Any:
     if reset_connector:  # others empty vLLM's own cache alone, as benchmarks do
         _before(core)
-    answer = call()
+    answer = call(core, reset_running_requests, reset_connector)
     if answer is True:
         _after_reset(core)
     return answer
 
 
-def _around_add_lora(core: Any, call: Callable[[], Any], lora_request: Any) -> Any:
+def _around_add_lora(call: Callable[..., Any], core: Any, lora_request: Any) -> Any:
     signatures = _before_add_lora(core, lora_request)  # later its files may say something else
-    answer = call()
+    answer = call(core, lora_request)
     _after_add_lora(lora_request, signatures)
     return answer
 
