@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -35,6 +36,32 @@ def test_an_answer_that_comes_late_is_waited_for(start: Start, faults: Faults) -
     engine.check(PROMPT, computed=ALL_LOADED)
     assert max(late.times.values()) >= 4
     assert not failures(engine)
+
+
+def test_a_lookup_of_a_request_that_is_put_aside_is_part_of_its_wait(
+    start: Start, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = warmed(start, extra=LONG)
+    clock, late = SimpleNamespace(now_s=0.0), Late(asked=4, before=2)
+
+    def takes(seconds: float) -> float:
+        clock.now_s += seconds
+        return clock.now_s
+
+    monkeypatch.setattr(vllm_plugin.prefix.lookups, "time", SimpleNamespace(monotonic=lambda: takes(0.01)))
+
+    def slow(keys: Sequence[bytes], found: Lookup) -> Lookup:
+        answer = late(keys, found)
+        if max(late.times.values(), default=0) <= 4:  # those that follow are the load's
+            takes(0.5)
+        return answer
+
+    faults.answer = slow
+    name = engine.add(PROMPT)
+    tracked = engine.prefix._tracked[name]
+    engine.finish(name, computed=ALL_LOADED)
+    assert max(late.times.values()) >= 4
+    assert 4 * 0.5 < tracked.lookup_s < clock.now_s, "all the time in which it was looked up, and that once"
 
 
 @every_runner

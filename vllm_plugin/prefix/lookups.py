@@ -85,7 +85,8 @@ class Lookups:
                 why, unheard = less, agreed.unheard
             found, coming = agreed.lookup, agreed.coming
         asked_s, now_s = now_s, time.monotonic()
-        tracked.lookup_s += now_s - asked_s
+        if tracked.aside_since_s is None:  # else it is part of the wait
+            tracked.lookup_s += now_s - asked_s
         if now_s - asked_s > _LOOKUP_HANGS_S:
             self._stalled_until_s = now_s + _STALL_PAUSE_S
             self._stats.fail("lookup_hung")

@@ -206,19 +206,20 @@ class PrefixScheduler:
         tracked.unasked = self._unasked(tracked, beyond)
         if tracked.unasked is not None:
             return (None if tracked.unasked is Miss.UNAVAILABLE and self.weights.is_worth_a_wait() else 0), False
-        offer = tracked.offer = self._lookups.offer(
-            tracked, former, num_computed_tokens, self._views,
-            fetch=fetch or not self._tiered, tokens_s=self.speed.tokens_s,
-        )  # fmt: skip
         computes = self._computes()
-        if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if computes else 0.0):
-            if computes or not self._listens():
-                return None, False
+
+        def look(former: Offer | None) -> tuple[Offer, bool]:
             offer = tracked.offer = self._lookups.offer(
-                tracked, None, num_computed_tokens, self._views, fetch=fetch, tokens_s=self.speed.tokens_s
-            )
-            if self._lookups.is_worth_a_wait(tracked, offer, 0.0):
-                return None, False
+                tracked, former, num_computed_tokens, self._views,
+                fetch=fetch or not self._tiered, tokens_s=self.speed.tokens_s,
+            )  # fmt: skip
+            return offer, self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if computes else 0.0)
+
+        offer, waits = look(former)
+        if waits and not computes and self._listens():
+            offer, waits = look(None)
+        if waits:
+            return None, False
         self._states.ask_for(tracked)
         if offer.tokens < self._min_hit_tokens:
             return 0, False
