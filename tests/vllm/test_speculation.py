@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 import vllm_plugin.identity
 from mooncake_connector.config.schema import Config
-from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.kv_groups import read_geometry
 from vllm_plugin.prefix.states import StatePlanner
@@ -215,20 +214,20 @@ def test_layers_of_a_draft_model_are_part_of_the_page(base_config: Any, pool: Pa
     assert (group.num_layers, group.layer_names) == (3, tuple(names))
 
 
-@pytest.mark.parametrize("changes", [{"method": "mtp"}, {"draft": "other"}], ids=str)
+DRAFTING = Setup(drafts=3, proposer="eagle")
+
+
+@pytest.mark.parametrize("changes", [{"setup": replace(DRAFTING, proposer="mtp")}, {"draft": "other"}], ids=str)
 def test_pages_with_layers_of_a_draft_model_are_those_of_its_weights(
-    base_config: Any, pool: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+    base_config: Any, pool: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(vllm_plugin.identity, "weights_digest", lambda model, *rest: f"weights of {model}")
-    setup = Setup()
-    config, cache = vllm_config(setup, base_config, pool), kv_cache_config(setup)
-    geometry: Geometry = read_geometry(config, cache)
+    cache = kv_cache_config(Setup())
 
-    def digest(method: str = "eagle", draft: str = "draft") -> bytes:
-        model = SimpleNamespace(model=draft, revision=None)
-        speculative = {"method": method, "draft_model_config": model, "uses_draft_kv_cache": lambda: True}
-        config.speculative_config = SimpleNamespace(**speculative)
-        return instance_namespace(config, geometry, Config()).digest
+    def digest(setup: Setup = DRAFTING, draft: str = "draft") -> bytes:
+        config = vllm_config(setup, base_config, pool)
+        if config.speculative_config is not None:
+            config.speculative_config.draft_model_config.model = draft
+        return instance_namespace(config, read_geometry(config, cache), Config()).digest
 
-    plain_config = vllm_config(setup, base_config, pool)
-    assert len({digest(), digest(**changes), instance_namespace(plain_config, geometry, Config()).digest}) == 3
+    assert len({digest(), digest(**changes), digest(Setup())}) == 3
