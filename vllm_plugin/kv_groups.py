@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -180,8 +181,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.model_config.pooler_config is not None and not vllm_config.model_config.is_prefix_caching_supported:
         raise Unsupported("its pooling needs what the model says of every token of a prompt")
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise Unsupported("KV scales computed at run time differ between instances")
 
 
 def _check_spec(spec: AttentionSpec) -> None:
@@ -198,8 +197,9 @@ def _check_spec(spec: AttentionSpec) -> None:
 
 
 def _kv_dtype_name(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    """The namespace's dtype name; vLLM says "auto" for the model's own and "fp8" for e4m3."""
+    """The namespace's dtype name; vLLM says "auto" for the model's own and "fp8" for e4m3, and may leave out layers."""
     configured = vllm_config.cache_config.cache_dtype
-    if configured.startswith("fp8"):
-        return {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.get(configured, configured)
+    if configured.startswith("fp8") and spec.dtype.itemsize == 1:
+        e4m3 = "fp8_e4m3fnuz" if current_platform.is_fp8_fnuz() else "fp8_e4m3"  # the same bits, of half the value
+        return {"fp8": e4m3, "fp8_e4m3": e4m3}.get(configured, configured)
     return str(spec.dtype).removeprefix("torch.")

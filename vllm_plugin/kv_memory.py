@@ -55,8 +55,8 @@ class GroupMemory:
         tensors = register_tensors(kv_caches, group.layer_names, num_blocks, group.block_tokens)
         order = None
         if tensors[0].device.type == "cpu" and not group.is_mla:
-            block_tokens, cache_dtype = int(tensors[0].shape[2]), engine.cache_config.cache_dtype
-            compute_dtype = engine.model_config.dtype
+            block_tokens, compute_dtype = int(tensors[0].shape[2]), engine.model_config.dtype
+            cache_dtype = engine.cache_config.cache_dtype if group.itemsize == 1 else "auto"  # of layers left out
             order = probe_cpu_order(self.fmt, block_tokens, group.kv_dtype, compute_dtype, cache_dtype)
         return tensors, KVBlocks(tensors, self.shard, self.fmt, order)
 

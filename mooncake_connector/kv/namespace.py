@@ -19,7 +19,7 @@ from mooncake_connector.errors import NamespaceError
 PAGE_FORMAT_VERSION = 1
 
 _PRIVATE = re.compile(r"private-[0-9a-f]{32}")
-_ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1, "fp8_e5m2": 1}
 _DISPLAY_FIELDS = frozenset({"model_name"})
 
 
@@ -50,7 +50,7 @@ class Namespace:
     """From `kv.identity.model.model_digest`, a name that the operator vouches for (`model_id`), or
     `private_model_digest`."""
     kv_dtype: str
-    """How the engine stores K and V: "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"."""
+    """How the engine stores K and V: "bfloat16", "float16", "float32", "fp8_e4m3" and such."""
     num_layers: int
     num_kv_heads: int
     head_dim: int

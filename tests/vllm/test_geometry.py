@@ -14,6 +14,7 @@ from cases import PROMPT, Start, warm_pool
 from mixes import MIXES
 from settings import Setup, kv_cache_config, vllm_config
 from vllm.config import ModelConfig, ParallelConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from models import checkpoint
@@ -91,6 +92,7 @@ def test_layers_are_in_the_order_of_their_numbers_and_not_of_their_names(configs
         ("auto", torch.float32, "float32", 4),
         ("fp8", torch.uint8, "fp8_e4m3", 1),
         ("fp8_e5m2", torch.uint8, "fp8_e5m2", 1),
+        ("fp8", torch.bfloat16, "bfloat16", 2),  # of a layer that is left out: `--kv-cache-dtype-skip-layers`
     ],
 )
 def test_the_kv_dtype_has_one_name(
@@ -102,6 +104,12 @@ def test_the_kv_dtype_has_one_name(
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=2, dtype=dtype)
     found = read_geometry(config, KVCacheConfig(4, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)])).groups[0]
     assert (found.kv_dtype, found.itemsize) == (name, itemsize)
+
+
+def test_amds_eight_bits_are_others(configs: tuple[Any, KVCacheConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an MI300: a pool or tier with instances on other GPUs as well would have numbers of half the size."""
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: True)
+    test_the_kv_dtype_has_one_name(configs, "fp8", torch.uint8, "fp8_e4m3fnuz", 1)
 
 
 def test_context_parallelism_is_refused(configs: tuple[Any, KVCacheConfig]) -> None:
