@@ -79,9 +79,6 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry, model_id: str | None
         overrides["quantization_config"] = plain_values(model.quantization_config)
     if media := _media_settings(vllm_config):
         overrides["media"] = media
-    lora = vllm_config.lora_config
-    if lora is not None and lora.target_modules:  # of adapters all else is left out; their names are of whole files
-        overrides["lora_target_modules"] = sorted(set(lora.target_modules))
     if envs.VLLM_BATCH_INVARIANT:
         parallel = vllm_config.parallel_config  # its bits depend on the kernels, and on how many ranks are summed over
         experts = parallel.enable_expert_parallel and parallel.data_parallel_size * parallel.tensor_parallel_size

@@ -5,6 +5,7 @@ Two requests share a page if and only if their names agree up to its end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -93,10 +94,14 @@ class AdapterKeys:
     The scheduler asks for every request with an adapter, so it reads file times only. What the engine holds in memory
     is what the files said when it loaded them: an adapter whose files changed since, or said nothing before, has no
     name, until vLLM is told to load it again in place.
+
+    Args:
+        modules: of an adapter this instance applies these alone (`--lora-target-modules`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] | None = None) -> None:
         self._files = AdapterFiles()
+        self._part = ":" + ",".join(sorted(set(modules))) if modules else ""
         self._adapters: dict[int, _Adapter] = {}
         """By vLLM's number: a name and a path may stand for another one tomorrow."""
         self._signatures: dict[str, Signature | None] = {}
@@ -143,7 +148,7 @@ class AdapterKeys:
         return former is not None
 
     def key(self, request: LoRARequest) -> str | None:
-        """Digest of the files of an adapter that was loaded, or None: not known yet, not readable, or changed since."""
+        """Name by its files of an adapter that was loaded, or None: not known yet, not readable, or changed since."""
         adapter = self._adapters.get(request.lora_int_id)
         if adapter is None or (signature := self.look(request)) is None:
             return None
@@ -151,7 +156,7 @@ class AdapterKeys:
             if adapter.digest is None or adapter.signature != signature:
                 self._lose(request, adapter)
                 raise ModelIdentityError(f"the files in {request.lora_path} may not be those that were loaded")
-            return adapter.digest.result(0.0)
+            return adapter.digest.result(0.0) + self._part
         except NotYet:
             return None
         except (ModelIdentityError, OSError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from settings import Setup, kv_cache_config, vllm_config
-from vllm.config import AttentionConfig, LoRAConfig
+from vllm.config import AttentionConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -89,17 +89,6 @@ def test_rope_that_was_made_for_a_longer_context_than_is_served_is_another_one(c
     """`--max-model-len auto`: vLLM makes the model for the longest context, and serves what there is memory for."""
     config.model_config.hf_text_config.rope_parameters = LONGROPE
     assert digest(config, original_max_model_len=-1) != digest(config, original_max_model_len=2048)
-
-
-def test_adapters_of_which_a_part_is_left_out_are_told_apart(config: Any) -> None:
-    """`--lora-target-modules`: an adapter is named by its files, of which this instance applies some modules alone."""
-    digests = [digest(config)]
-    for modules in (None, ["o_proj"], ["qkv_proj", "o_proj"], ["o_proj", "qkv_proj"]):
-        config.lora_config = LoRAConfig(target_modules=modules)
-        digests.append(digest(config))
-    plain, whole, one, both, turned = digests
-    assert whole == plain and turned == both
-    assert len({plain, one, both}) == 3
 
 
 def test_batch_invariant_instances_are_told_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from core import Core
 from settings import vllm_config
 from simulated.waiting import wait_for
 from store.tiers.fuse import Mount, fuse_mount
+from vllm.config import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -80,6 +81,24 @@ def test_one_adapter_is_shared_wherever_it_lies(start: Start, tmp_path: Path) ->
     other = start()
     other.ask(PROMPT, name="again", lora_request=there)
     assert other.computed("again") == 4 + 2
+
+
+def test_a_part_of_an_adapter_is_another_one(
+    start: Start, folder: Path, base_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--lora-target-modules`: of its files this instance applies some modules alone. Without it pages are shared."""
+    for modules in (None, ["o_proj"], ["qkv_proj", "o_proj"]):
+        monkeypatch.setattr(base_config, "lora_config", LoRAConfig(target_modules=modules))
+        engine = start()
+        engine.ask(PROMPT, name="adapted", lora_request=lora(folder))
+        assert engine.computed("adapted") == len(PROMPT) + 2
+        engine.ask(PROMPT, name="plain")
+        assert engine.computed("plain") == (4 + 2 if modules else len(PROMPT) + 2)
+        engine.shut_down()
+    monkeypatch.setattr(base_config, "lora_config", LoRAConfig(target_modules=["o_proj", "qkv_proj"]))
+    engine = start()
+    engine.ask(PROMPT, name="adapted", lora_request=lora(folder))
+    assert engine.computed("adapted") == 4 + 2
 
 
 @pytest.fixture

@@ -81,7 +81,8 @@ class PrefixScheduler:
         self._decode_steps = 0
         self._stats = stats
         self._lookups = Lookups(config, stats, groups)
-        self._adapters = AdapterKeys()
+        lora = vllm_config.lora_config
+        self._adapters = AdapterKeys(lora and lora.target_modules)
         self._names_media = names_media(vllm_config)
         self._nameless = set[str]()
         self.weights = WeightsInMemory(
