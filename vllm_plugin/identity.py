@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -21,12 +22,20 @@ from mooncake_connector.kv.identity.checkpoint import (
     rope_in_force,
     weights_digest,
 )
-from mooncake_connector.kv.identity.model import without_volatile
+from mooncake_connector.kv.identity.model import files_digest, without_volatile
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from vllm_plugin.geometry import Geometry
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+_QUANTISE = (
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+)
+"""Variables that have vLLM quantise weights, what layers are given, or sums over ranks."""
 
 
 def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Config) -> Namespace:
@@ -41,8 +50,7 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
     hf, main = model.hf_text_config, geometry.main
     return Namespace(
         model_name=str(model.model),
-        model_digest=config.model_id
-        or weights_digest(model.model, model.revision, vllm_config.load_config.load_format),
+        model_digest=config.model_id or _weights_digest(model, vllm_config.load_config),
         kv_dtype=main.kv_dtype,
         num_layers=geometry.num_layers,
         num_kv_heads=main.num_kv_heads,
@@ -67,16 +75,25 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry, model_id: str | None
     """Settings of the engine that change KV bytes and are not in the model's files."""
     overrides: dict[str, Any] = {}
     model = vllm_config.model_config
-    if geometry.main.kv_dtype.startswith("fp8"):  # otherwise the KV dtype says how the model computes
-        overrides["dtype"] = str(model.dtype).removeprefix("torch.")
+    computed = str(model.dtype).removeprefix("torch.")
+    if geometry.main.kv_dtype != computed:
+        overrides["dtype"] = computed
+    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:  # what the others have is computed with theirs
+        overrides["kv_cache_dtype_skip_layers"] = sorted(set(skipped))
     if callable(model.hf_overrides):  # whose text is another one in each process
         overrides["hf_overrides"] = config_digest(vllm_config)
     elif model.hf_overrides:
         overrides["hf_overrides"] = plain_values(model.hf_overrides)
-    if model.hf_config_path:  # in place of the config.json beside the weights
+    if model.hf_config_path or model.config_format not in ("auto", "hf", "mistral"):  # not the file beside the weights
         overrides["config"] = config_digest(vllm_config)
-    if model.quantization_config:  # which layers are quantised while loading, and how
-        overrides["quantization_config"] = plain_values(model.quantization_config)
+    for name in ("quantization_config", "model_class_overrides", "code_revision"):
+        if value := getattr(model, name, None):
+            overrides[name] = plain_values(value)
+    overrides |= {name: value for name in _QUANTISE if (value := os.environ.get(name))}
+    for name in ("audio_model_id", "text_model_id"):  # Ultravox has these weights from other repositories
+        if not model_id and (repository := getattr(model.hf_config, name, None)):
+            load = vllm_config.load_config
+            overrides[name] = weights_digest(repository, None, load.load_format, load.download_dir)
     if media := _media_settings(vllm_config):
         overrides["media"] = media
     if envs.VLLM_BATCH_INVARIANT:
@@ -89,13 +106,14 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry, model_id: str | None
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():  # its layers are part of the page
         draft = speculative.draft_model_config or model
-        source = get_draft_load_config(vllm_config).load_format
-        if is_from_elsewhere(source):
-            digest = model_id or weights_digest(draft.model, draft.revision, source)
-        else:
-            digest = weights_digest(draft.model, draft.revision)
-        overrides["draft"] = [str(speculative.method), digest]
+        load = get_draft_load_config(vllm_config)
+        named = model_id if is_from_elsewhere(load.load_format) else None
+        overrides["draft"] = [str(speculative.method), named or _weights_digest(draft, load)]
     return canonical_json(overrides) if overrides else ""
+
+
+def _weights_digest(model: ModelConfig, load: LoadConfig) -> str:
+    return weights_digest(model.model, model.revision, load.load_format, load.download_dir)
 
 
 def _media_settings(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -107,6 +125,8 @@ def _media_settings(vllm_config: VllmConfig) -> dict[str, Any]:
     if multimodal.is_multimodal_pruning_enabled():
         names += ["video_pruning_rate", "video_pruning_method"]
     settings = {name: plain_values(value) for name in names if (value := getattr(multimodal, name))}
+    if scales := multimodal.mm_encoder_fp8_scale_path:
+        settings["encoder_scales"] = files_digest(Path(scales).parent, (Path(scales).name,))
     if loader := os.environ.get("VLLM_VIDEO_LOADER_BACKEND"):
         settings["video_loader"] = loader
     return settings

@@ -5,15 +5,18 @@ import logging
 import os
 import shutil
 import struct
+import sys
 import threading
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from causes import forget_causes
 
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity import fingerprint
+from mooncake_connector.kv.identity.checkpoint import weights_digest
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir, fingerprint_files
 from mooncake_connector.kv.identity.model import files_digest, model_digest
 
@@ -118,6 +121,7 @@ CHANGES = {
     "hf_quant_config.json": lambda path: (path / "hf_quant_config.json").write_text("{}"),
     "quantize_config.json": lambda path: (path / "quantize_config.json").write_text("{}"),
     "modeling_custom.py": lambda path: (path / "modeling_custom.py").write_text("{}"),
+    "params.json": lambda path: (path / "params.json").write_text("{}"),
     "preprocessor_config.json": lambda path: (path / "preprocessor_config.json").write_text("{}"),
     "video_preprocessor_config.json": lambda path: (path / "video_preprocessor_config.json").write_text("{}"),
 }
@@ -149,6 +153,30 @@ class TestFormats:
         before = model_digest(path)
         (path / name).write_bytes(b"Weights")
         assert model_digest(path) != before
+
+    def test_of_files_that_a_load_format_takes_alone(self, tmp_path):
+        path = checkpoint(tmp_path / "model")
+        (path / "model.pt").write_bytes(b"weights")
+        before = [weights_digest(str(path), None, load_format) for load_format in ("auto", "safetensors", "pt")]
+        assert before[0] == before[1] != before[2]
+        (path / "model.pt").write_bytes(b"Weights")
+        assert weights_digest(str(path), None) == before[0]
+        assert weights_digest(str(path), None, "pt") != before[2]
+
+    def test_downloads_elsewhere_are_the_weights_and_the_hubs_cache_has_the_configuration(self, tmp_path, monkeypatch):
+        """As vLLM does with `--download-dir`, whatever weights of the same name the hub's cache has as well."""
+        whole, cached = checkpoint(tmp_path / "whole", seed=1), checkpoint(tmp_path / "cached")
+        downloaded = checkpoint(tmp_path / "downloaded", seed=1)
+        (downloaded / "config.json").unlink()
+        folders = {None: cached, "there": downloaded}
+
+        def snapshot_download(name, *, revision, cache_dir, local_files_only):
+            assert (name, revision, local_files_only) == ("owner/name", "main", True)
+            return str(folders[cache_dir])
+
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+        assert weights_digest("owner/name", "main", "auto", "there") == weights_digest(str(whole), None)
+        assert weights_digest("owner/name", "main") == weights_digest(str(cached), None)
 
     def test_a_single_gguf_file_is_a_model_and_its_folder_needs_no_config(self, tmp_path):
         file = tmp_path / "model.gguf"

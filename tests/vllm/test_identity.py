@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from settings import Setup, kv_cache_config, vllm_config
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, LoadConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -47,6 +49,19 @@ MEDIA: list[dict[str, Any]] = [
     {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
     {"mm_encoder_attn_dtype": "fp8"},
 ]
+
+OTHERS: list[dict[str, Any]] = [
+    {"quantization_config": QuantizationConfigArgs(linear="fp8_per_tensor")},
+    {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
+    {"code_revision": "other"},
+    {"config_format": "of a plugin"},
+]
+VARIABLES = {
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "int4"}',
+    "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
+}
 
 
 def test_instances_that_process_media_in_other_ways_do_not_share(
@@ -110,7 +125,64 @@ def test_batch_invariant_instances_are_told_apart(config: Any, monkeypatch: pyte
     assert len(set(digests)) == 8
 
 
-@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer"])
+def test_what_is_quantised_or_computed_by_other_code_is_told_apart(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [digest(config), *(digest(copy.copy(config), **changes) for changes in OTHERS)]
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+        digests.append(digest(copy.copy(config)))
+        monkeypatch.delenv(name)
+    assert len(set(digests)) == len(digests)
+
+
+def test_the_scales_of_an_encoder_are_told_apart_by_what_is_in_their_file(config: Any, tmp_path: Path) -> None:
+    digests = []
+    for folder, content in (("a", "1"), ("b", "1"), ("b", "2")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        file = tmp_path / folder / "scales.json"
+        file.write_text(content)
+        multimodal = MultiModalConfig(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(file))
+        digests.append(digest(config, multimodal_config=multimodal))
+    dynamic = digest(config, multimodal_config=MultiModalConfig(mm_encoder_attn_dtype="fp8"))
+    assert digests[0] == digests[1] and len({dynamic, *digests}) == 3
+
+
+def test_kv_of_another_type_than_the_model_computes_in_says_so(config: Any) -> None:
+    """`--kv-cache-dtype bfloat16` of a model in float16, and the layers that are left out of `fp8`."""
+    cache = kv_cache_config(Setup())
+
+    def named(dtype: torch.dtype, **of_cache: Any) -> bytes:
+        config.cache_config = copy.copy(config.cache_config)
+        for name, value in of_cache.items():
+            setattr(config.cache_config, name, value)
+        config.model_config.dtype = dtype
+        return instance_namespace(config, read_geometry(config, cache), Config(model_id="test")).digest
+
+    cache.kv_cache_groups[0].kv_cache_spec = replace(cache.kv_cache_groups[0].kv_cache_spec, dtype=torch.bfloat16)
+    digests = [named(torch.bfloat16), named(torch.float16)]
+    cache.kv_cache_groups[0].kv_cache_spec = replace(cache.kv_cache_groups[0].kv_cache_spec, dtype=torch.uint8)
+    for skipped in ([], ["sliding_window"], ["0"]):
+        digests.append(named(torch.float16, cache_dtype="fp8", kv_cache_dtype_skip_layers=skipped))
+    assert len(set(digests)) == 5
+
+
+def test_weights_from_other_repositories_are_part_of_the_name(config: Any, tmp_path: Path) -> None:
+    """Ultravox's own files have neither the language model nor the tower, whose revision nobody pins."""
+    for name in ("own", "text"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    config.model_config.model = str(tmp_path / "own")
+    config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
+    config.model_config.hf_config.text_model_id = str(tmp_path / "text")
+    geometry = read_geometry(config, kv_cache_config(Setup()))
+    before = instance_namespace(config, geometry, Config()).digest
+    (tmp_path / "text" / "model.safetensors").write_bytes(b"others!")
+    assert instance_namespace(config, geometry, Config()).digest != before
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "npcache", "of a plugin", "tensorizer"])
 def test_weights_from_elsewhere_have_not_the_name_of_the_files(config: Any, tmp_path: Path, load_format: str) -> None:
     """A weight cache compares headers alone, so it has old weights when a checkpoint was overwritten in place."""
     (tmp_path / "config.json").write_text("{}")
@@ -136,7 +208,7 @@ def test_a_draft_whose_weights_come_from_elsewhere_has_not_the_name_of_its_files
     geometry = read_geometry(config, kv_cache_config(Setup()))
     of_files = _overrides(config, geometry, None)
     assert of_files == _overrides(config, geometry, "mine"), "the model's name says nothing of the draft's files"
-    config.speculative_config.draft_load_config = SimpleNamespace(load_format="ipc_cache")
+    config.speculative_config.draft_load_config = LoadConfig(load_format="ipc_cache")
     with pytest.raises(ModelIdentityError, match="set `model_id`"):
         _overrides(config, geometry, None)
     assert len({of_files, _overrides(config, geometry, "mine"), _overrides(config, geometry, "other")}) == 3

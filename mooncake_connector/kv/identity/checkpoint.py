@@ -12,25 +12,32 @@ from typing import Any
 
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
-from mooncake_connector.kv.identity.model import model_digest
+from mooncake_connector.kv.identity.model import WEIGHT_PATTERNS, model_digest
 from mooncake_connector.kv.namespace import canonical_json
 
+_OF_FILES = (
+    "auto", "bitsandbytes", "fastsafetensors", "flash_rl", "gguf", "hf", "instanttensor", "layered", "mistral", "pt",
+    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+)  # fmt: skip
+"""Load formats of both engines that read the model's own files. Of a plugin's nobody knows what it reads."""
 _ELSEWHERE = {
     "remote_instance": "another process's memory",  # SGLang's
     "weight_cache": "another process's memory",  # SGLang's daemon
     "ipc_cache": "another process's memory",  # vLLM's, which compares the headers of the files, not their content
     "modelexpress": "another process's memory",
+    "npcache": "copies of its files that an earlier start made",
     "tensorizer": "the place that the loader's own settings name",
 }
 
 
 def is_from_elsewhere(load_format: str) -> bool:
     """Whether what is loaded so has no name by the model's files."""
-    return load_format in _ELSEWHERE
+    return load_format not in _OF_FILES
 
 
-def checkpoint_path(name: str, revision: str | None) -> Path:
-    """Folder (or GGUF file) of a model given as a path or as the name of a hub repository that is already cached.
+def checkpoint_path(name: str, revision: str | None, download_dir: str | None = None) -> Path:
+    """Folder (or GGUF file) of a model given as a path or as the name of a hub repository that is already cached, in
+    the hub's own cache or in `download_dir`.
 
     Raises ModelIdentityError where it is neither; the text says to set `model_id`.
     """
@@ -40,7 +47,7 @@ def checkpoint_path(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
     except Exception as error:
         raise ModelIdentityError(
             f"the files of model {name!r} are neither a local path nor in the hub's cache ({error}), so the model "
@@ -48,20 +55,27 @@ def checkpoint_path(name: str, revision: str | None) -> Path:
         ) from None
 
 
-def weights_digest(name: str, revision: str | None, load_format: str = "auto") -> str:
+def weights_digest(
+    name: str, revision: str | None, load_format: str = "auto", download_dir: str | None = None
+) -> str:
     """Digest of what an engine loads; weights that it makes up at start ("dummy") nobody else has.
+
+    A `download_dir` has the weights of a model that is named, while its configuration is in the hub's own cache.
 
     Raises ModelIdentityError as `checkpoint_path` and `model_digest` do, and for weights that do not come from these
     files: those of another process's memory may have been read from others, or been updated since.
     """
-    if source := _ELSEWHERE.get(load_format):
+    if load_format == "dummy":
+        return f"dummy-{uuid.uuid4().hex}"
+    if is_from_elsewhere(load_format):
+        source = _ELSEWHERE.get(load_format, "a loader that may have read other files")
         raise ModelIdentityError(
             f"the weights of {name!r} came from {source} (load format {load_format!r}), and no file of the model says "
             "what they are: set `model_id` to a name that changes whenever the weights do"
         )
-    if load_format == "dummy":
-        return f"dummy-{uuid.uuid4().hex}"
-    return model_digest(checkpoint_path(name, revision), cache_dir=default_cache_dir())
+    patterns = (("*.pt",),) if load_format == "pt" else WEIGHT_PATTERNS
+    path, config = checkpoint_path(name, revision, download_dir), checkpoint_path(name, revision)
+    return model_digest(path, config=config, patterns=patterns, cache_dir=default_cache_dir())
 
 
 def rope_in_force(text_config: Any, max_model_len: int) -> str:

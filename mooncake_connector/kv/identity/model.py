@@ -31,34 +31,42 @@ VOLATILE_CONFIG_FIELDS = frozenset(
 )
 
 # The first pattern that matches anything is what engines load.
-_WEIGHT_PATTERNS: tuple[tuple[str, ...], ...] = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
+WEIGHT_PATTERNS: tuple[tuple[str, ...], ...] = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
 _NOT_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*")
-# Files beside config.json that change what the weights mean: quantisation settings, the model's own code, and how
-# images, videos and sound are made smaller and divided before it sees them.
-_MEANING_PATTERNS = ("*quant*config*.json", "*.py", "*processor_config.json")
+# Files beside config.json that change what the weights mean: quantisation settings, the model's own code, how images,
+# videos and sound are made smaller and divided before it sees them, and what vLLM reads of Mistral's in its place.
+_MEANING_PATTERNS = ("*quant*config*.json", "*.py", "*processor_config.json", "params.json")
 _CONFIG_NAMES = ("config.json", "params.json")
 LORA_FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 """What makes up a LoRA adapter, for `files_digest`."""
 
 
-def model_digest(path: Path, *, cache_dir: Path | None = None) -> str:
+def model_digest(
+    path: Path,
+    *,
+    config: Path | None = None,
+    patterns: Sequence[Sequence[str]] = WEIGHT_PATTERNS,
+    cache_dir: Path | None = None,
+) -> str:
     """64 hex digits that two folders share if they hold the same model.
 
-    `path` is a checkpoint folder, or a single GGUF file. With a `cache_dir`, files that did not change since an earlier
-    call are not read again.
+    `path` is a checkpoint folder, or a single GGUF file; `config` is where its configuration is, if elsewhere. With a
+    `cache_dir`, files that did not change since an earlier call are not read again.
 
     Raises ModelIdentityError that names the path where configuration or weights are missing or cannot be read.
     """
     path = Path(path)
     try:
         if path.is_file():
-            weights, meaning, config = [path], [], None
+            weights, meaning, said = [path], [], None
         else:
-            weights, meaning, config = _weight_files(path), _matching(path, _MEANING_PATTERNS), _read_config(path)
+            config = config or path
+            weights, said = _weight_files(path, patterns), _read_config(config)
+            meaning = _matching(config, _MEANING_PATTERNS)
     except OSError as error:
         raise ModelIdentityError(f"model path {path} cannot be read: {error.strerror}") from None
     identity: dict[str, Any] = {
-        "config": config,
+        "config": said,
         "weights": sorted(fingerprint_files(weights, cache_dir).values()),
         "meaning": sorted(fingerprint_files(meaning, None).values()),
         "overrides": {},  # none, since what an engine is told is not of the files; but part of the digest
@@ -112,9 +120,9 @@ def _stamps(path: Path, files: Sequence[Path]) -> dict[str, tuple[str, int, int]
     }
 
 
-def _weight_files(path: Path) -> list[Path]:
-    for patterns in _WEIGHT_PATTERNS:
-        found = [file for file in _matching(path, patterns) if not any(file.match(pattern) for pattern in _NOT_WEIGHTS)]
+def _weight_files(path: Path, patterns: Sequence[Sequence[str]] = WEIGHT_PATTERNS) -> list[Path]:
+    for kind in patterns:
+        found = [file for file in _matching(path, kind) if not any(file.match(pattern) for pattern in _NOT_WEIGHTS)]
         if found:
             return found
     state = "has no weight files (*.safetensors, *.bin, *.pt, *.gguf)" if path.is_dir() else "is not a folder"
