@@ -104,9 +104,12 @@ def _of_adapters(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for adapter in args.lora_paths or []:
         with suppress(AttributeError):
-            path = adapter.lora_path
-            found |= _stamp(path, lambda path=path: files_stamp(checkpoint_path(path, None), LORA_FILES))
+            found |= _of_adapter(adapter.lora_path)
     return found
+
+
+def _of_adapter(path: str) -> dict[str, Any]:
+    return _stamp(path, lambda: files_stamp(checkpoint_path(path, None), LORA_FILES))
 
 
 def _stamp(name: str, stamp: Callable[[], Any]) -> dict[str, Any]:
