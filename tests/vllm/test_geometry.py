@@ -12,15 +12,17 @@ import pytest
 import torch
 from cases import PROMPT, Start, warm_pool
 from mixes import MIXES
-from settings import Setup, kv_cache_config, vllm_config
+from settings import Setup, kv_cache_config, layer_names, vllm_config
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from models import checkpoint
+from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.identity.shape import read_shape
 from vllm_plugin.geometry import Group, Unsupported
 from vllm_plugin.kv_groups import read_geometry
+from vllm_plugin.kv_memory import KVMemory
 
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float16)
 
@@ -110,6 +112,21 @@ def test_amds_eight_bits_are_others(configs: tuple[Any, KVCacheConfig], monkeypa
     """Of an MI300: a pool or tier with instances on other GPUs as well would have numbers of half the size."""
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_: True)
     test_the_kv_dtype_has_one_name(configs, "fp8", torch.uint8, "fp8_e4m3fnuz", 1)
+
+
+def test_layers_left_out_of_eight_bits_are_measured_as_they_are(
+    configs: tuple[Any, KVCacheConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU packs each type in an order of its own."""
+    config, cache = configs
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.cache_dtype = "fp8"
+    measured: list[Any] = []
+    monkeypatch.setattr("vllm_plugin.kv_memory.probe_cpu_order", lambda fmt, tokens, *of: measured.append(of))
+    memory = KVMemory(config, read_geometry(config, cache), Config(page_tokens=16), 64)
+    memory.register({name: torch.zeros(64, 2, 16, 4, dtype=torch.float16) for name in layer_names()})
+    memory.release()
+    assert measured == [("float16", torch.float16, "auto")]
 
 
 def test_context_parallelism_is_refused(configs: tuple[Any, KVCacheConfig]) -> None:
