@@ -16,7 +16,6 @@ from transfer.control.handshake import Identity
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
 from transfer.testing.memory import MIB
 from transfer.testing.waiting import outcome_of
-from transfer.transports import registry
 from transfer.transports.base import Cause, Peer, Transport, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.rdma.card import Card, open_cards
