@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rdma.forked import Forked, forking
+from forked_process import Forked, forking
 from rdma.test_inside import EMULATED
 
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
@@ -36,7 +36,7 @@ class TestKills(TransportFixtures):
 
     @pytest.fixture
     def fork(self, tmp_path: Path) -> Iterator[Callable[[], Forked]]:
-        with forking(tmp_path) as path:
+        with forking(tmp_path, "transfer.transports.rdma.transport", "ibverbs") as path:
             yield lambda: Forked(path, RdmaTransport, EMULATED)
 
     def test_receivers_killed_at_any_moment_are_lost_and_the_next_one_gets_everything(

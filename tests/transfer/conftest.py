@@ -5,12 +5,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from causes import forget_causes
 from certificates import make_certificate
+from forked_process import Forked, forking
 from simulated.cuda_driver import LIBRARY, Library
 from simulated.gpudirect import cards_and_devices
 from simulated.nodes import Instances
@@ -23,11 +26,30 @@ from mooncake_connector import log
 from transfer.transports import tls
 
 TESTS = str(Path(__file__).parents[1])
+TRANSPORTS = [
+    "simulated.completion_queue", "simulated.cuda_driver", "simulated.library", "transfer.transports.cma",
+    "transfer.transports.libraries.mooncake", "transfer.transports.libraries.nixl",
+]  # fmt: skip
+if find_spec("nixl"):
+    TRANSPORTS.append("nixl._api")  # Mooncake's starts threads
 
 
 @pytest.fixture(autouse=True)
 def each_cause_is_logged_again() -> None:
     forget_causes()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processes_of_the_conformance_class_are_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each would take longer to import what it needs than most of its tests do. Those of `simulated` are started."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        @cache
+        def path() -> Path:
+            return stack.enter_context(forking(tmp_path_factory.mktemp("forks"), *TRANSPORTS))
+
+        patch.setattr("transfer.testing.fixtures.Process", lambda *arguments: Forked(path(), *arguments))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,13 +1,15 @@
 """Other processes of the tests, as `transfer.testing.process.Process`, of which each costs no start of Python.
 
-`python forked.py SOCKET` imports all that they need, and forks one for each connection to its socket. It has no card
-itself: the memory that a card knows does not go with a fork.
+`python forked_process.py SOCKET MODULE...` imports what they need, and forks one for each connection to its socket. It
+has no transport itself: threads, and the memory that a card knows, do not go with a fork.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,10 +25,11 @@ from transfer.transports.base import Transport
 
 
 @contextmanager
-def forking(folder: Path) -> Iterator[Path]:
-    """The socket of a process that forks others."""
+def forking(folder: Path, *modules: str) -> Iterator[Path]:
+    """The socket of a process that forks others, which have these modules."""
     path = folder / "forking"
-    with subprocess.Popen([sys.executable, __file__, str(path)], cwd="/") as process:
+    # It ends with this process, however that ends.
+    with subprocess.Popen([sys.executable, __file__, str(path), *modules], stdin=subprocess.PIPE, cwd="/") as process:
         try:
             while not path.exists():
                 assert process.poll() is None
@@ -51,7 +54,7 @@ class _Child:
 
     def wait(self) -> None:
         """Its end of the connection goes with it."""
-        with suppress(ConnectionResetError):  # it had not read all that it was told
+        with suppress(ConnectionResetError, ValueError):  # it had not read all that it was told, or is gone since long
             self.stdout.read()
         self._socket.close()
 
@@ -63,6 +66,19 @@ class Forked(Process):
         self.process: Any = _Child(path)
         self.tell(name=f"{transport.__module__}:{transport.__qualname__}", options=json.dumps(options))
 
+    def stop(self) -> None:
+        """Only a parent is told by the system when all threads have stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        while any(is_running(thread) for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
+            time.sleep(0.001)
+
+
+def is_running(thread: Path) -> bool:
+    """By its folder in /proc."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T"
+    return False
+
 
 def fork(path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -70,7 +86,7 @@ def fork(path: str) -> None:
     listener.bind(f"{path}.new")
     listener.listen()
     os.rename(f"{path}.new", path)
-    while True:
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -83,8 +99,6 @@ def fork(path: str) -> None:
 
 
 if __name__ == "__main__":
-    import transfer.transports.rdma.transport  # noqa: F401
-    from transfer.transports.rdma.verbs import binding
-
-    binding()
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     fork(sys.argv[1])
