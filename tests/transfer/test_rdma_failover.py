@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from long_form import LONG
 from simulated.cuda_driver import LIBRARY
 from simulated.verbs import QP, Fabric
 
@@ -318,6 +319,7 @@ def test_a_key_that_is_refused_fails_its_write_and_all_others_arrive(
 def test_an_order_that_names_no_rail_or_an_epoch_to_come_costs_its_connection(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, where: bytes
 ) -> None:
+    monkeypatch.setattr("transfer.transports.memory.CANCEL_S", 0.2)  # the order that is over never ends by itself
     pair = make(FAST, FAST)
     with monkeypatch.context() as patched:
         patched.setattr(sending, "WHERE", SimpleNamespace(pack=lambda *_: where))
@@ -405,7 +407,7 @@ def test_what_is_configured_is_set_at_the_queue_pairs_of_both_sides(monkeypatch:
     fabric.close()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=24 if LONG else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from(["is_up", "answers", "speaks"]), st.floats(0.001, 0.05)),
