@@ -408,6 +408,13 @@ def fold_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
 
 
+def fewer_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order takes fewer, and the conformance class sends some more than that: the stand-in copies each in Python."""
+    for name in ("wire", "stream", "libraries.staging", "cuda.copier", "cuda.fetched", "cuda.landing", "cuda.staged"):
+        monkeypatch.setattr(f"transfer.transports.{name}.MAX_ORDER_PIECES", 4096)
+    monkeypatch.setattr("transfer.testing.conformance.MANY_PIECES", 5000)
+
+
 class StagedShm(ShmTransport):
     """`shm` of memory of a device, over the stand-in."""
 

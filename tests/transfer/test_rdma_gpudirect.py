@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from long_form import LONG
-from simulated.cuda_driver import LIBRARY, DeviceRdma, SealedBuffer, fold_on_device
+from simulated.cuda_driver import LIBRARY, DeviceRdma, SealedBuffer, fewer_pieces, fold_on_device
 from simulated.gpudirect import num_descriptors
 from simulated.verbs import Fabric
 from simulated.waiting import wait_for
@@ -49,6 +49,12 @@ class DeviceConformance(TransportConformance):
     @pytest.fixture
     def other(self) -> Any:
         pytest.skip("the stand-in's cards reach memory of one process")
+
+    @pytest.mark.long
+    def test_more_pieces_than_one_order_takes_arrive(self, memory, there, peer, monkeypatch):  # type: ignore[no-untyped-def]
+        if not LONG:
+            fewer_pieces(monkeypatch)
+        super().test_more_pieces_than_one_order_takes_arrive(memory, there, peer)
 
     @pytest.mark.slow
     @pytest.mark.long

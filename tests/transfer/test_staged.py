@@ -10,7 +10,7 @@ import pytest
 from certificates import CAN_MAKE, tls_process
 from long_form import LONG
 from simulated.completion_queue import StagedQueueTransport
-from simulated.cuda_driver import SealedBuffer, StagedShm, StagedTcp, fold_on_device
+from simulated.cuda_driver import SealedBuffer, StagedShm, StagedTcp, fewer_pieces, fold_on_device
 from simulated.library import StagedLibrary
 from simulated.waiting import wait_for
 
@@ -33,6 +33,12 @@ def certificate(files):
 
 
 class StagedConformance(TransportConformance):
+    @pytest.mark.long
+    def test_more_pieces_than_one_order_takes_arrive(self, memory, there, peer, monkeypatch):
+        if not LONG:
+            fewer_pieces(monkeypatch)
+        super().test_more_pieces_than_one_order_takes_arrive(memory, there, peer)
+
     @pytest.mark.slow
     @pytest.mark.long
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, monkeypatch):

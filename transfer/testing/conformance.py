@@ -20,6 +20,9 @@ from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Grant, Outcome, Peer, Transport
 from transfer.transports.memory import Memory
 
+MANY_PIECES = 70_000
+"""More than one order takes."""
+
 
 class TransportConformance(FailureConformance):
     """Claims about every transport."""
@@ -56,7 +59,7 @@ class TransportConformance(FailureConformance):
         assert np.array_equal(target.bytes, source.bytes)
 
     def test_more_pieces_than_one_order_takes_arrive(self, memory: Memory, there: Memory, peer: Peer) -> None:
-        count = 70_000
+        count = MANY_PIECES
         source, target, grant = self.between(memory, there, 2 * count, seed=5)
         places = np.arange(count) * 2
         sizes = np.ones(count, dtype=np.int64)
