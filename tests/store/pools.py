@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from store.programs import run_program
 
 from store_client import EmbeddedStore, Put, Space
 from store_client.embedded.arena import GRANULE
@@ -95,13 +96,16 @@ def mounted(pool: Path, options: str) -> Iterator[None]:
 
 def program(code: str, *arguments: object, opened: bool = True) -> list[str]:
     """The command of a process that runs `code`, with the pool of the first argument open as `store` and `space`."""
-    text = IMPORTS + (OPENED if opened else "") + textwrap.dedent(code)
-    return [sys.executable, "-c", text, *map(str, arguments)]
+    return [sys.executable, "-c", text_of(code, opened), *map(str, arguments)]
+
+
+def text_of(code: str, opened: bool) -> str:
+    return IMPORTS + (OPENED if opened else "") + textwrap.dedent(code)
 
 
 def run(code: str, *arguments: object, opened: bool = True) -> subprocess.CompletedProcess[str]:
-    command = program(code, *arguments, opened=opened)
-    return subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=120)
+    """The same, until it has ended; it is forked, since most programs do less than the start of Python."""
+    return run_program(text_of(code, opened), list(map(str, arguments)))
 
 
 @contextmanager
