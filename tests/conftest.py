@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+from long_form import LONG
 
-# Property tests judge results, never how long a busy machine takes for one.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Property tests judge results, never how long a busy machine takes for one. Each run draws other examples.
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=400 if LONG else 40
+)
 settings.load_profile("unhurried")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,10 +45,12 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in those folders needs an engine."""
+    """Everything in those folders needs an engine, and what takes examples takes more in the long form."""
     for item in items:
         if ENGINE_OF.keys() & set(item.path.relative_to(ROOT / "tests").parts[:1]):
             item.add_marker(pytest.mark.engine)
+        if is_hypothesis_test(getattr(item, "function", None)):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from long_form import sampled
 from typer.testing import CliRunner
 
 import mooncake_connector
@@ -141,8 +142,10 @@ class TestAsACarelessUser:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
-    @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-    @pytest.mark.parametrize("command", ["-V", "config show"])
+    @pytest.mark.long
+    @pytest.mark.parametrize(
+        "command, closed", sampled(["-V", "config show"], ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+    )
     def test_a_stream_that_is_closed_is_no_error(self, command, closed):
         shell = f"{sys.executable} -m mooncake_connector.cli.entry {command} {closed}"
         done = subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL, capture_output=True, text=True)

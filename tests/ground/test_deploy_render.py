@@ -16,6 +16,7 @@ import yaml
 from ground.rendering import FORMS, HIDDEN, check_valid, documents, expanded, pods, rendered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import LONG
 from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
@@ -23,6 +24,7 @@ from mooncake_connector.deploy.commands import commands
 from mooncake_connector.deploy.file import read_deployment
 from mooncake_connector.errors import ConfigError
 
+MOST = 50 if LONG else 6
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_categories=["Cc", "Cs"]), max_size=20)
 
 
@@ -80,7 +82,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(content=deployments())
-@settings(max_examples=12)
+@settings(max_examples=MOST)
 def test_what_is_rendered_is_valid_and_holds_no_secret(folder, form, content):
     text = rendered(folder, content, form)
     check_valid(text, form)
@@ -112,7 +114,7 @@ def as_anywhere(arguments: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(content=deployments())
-@settings(max_examples=12)
+@settings(max_examples=MOST)
 def test_the_commands_are_those_of_up(folder, form, content):
     text = rendered(folder, {**content, "flags": "--x '$(A) $B'"}, form)
     run = commands(read_deployment(folder / "d.yaml"), folder / "d.yaml", environ={})
@@ -141,7 +143,7 @@ def test_the_commands_are_those_of_up(folder, form, content):
 
 @pytest.mark.parametrize("form", ["k8s", "rbg"])
 @given(content=deployments())
-@settings(max_examples=12)
+@settings(max_examples=MOST)
 def test_whoever_is_named_is_there_and_listens(folder, form, content):
     """Every URL of the router is a pod of a StatefulSet below its headless Service, at a port of its container."""
     text = rendered(folder, content, form)

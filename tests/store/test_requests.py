@@ -4,6 +4,7 @@ import os
 import random
 
 import pytest
+from long_form import LONG
 from store.pools import as_root, data_folder, fill, garble, mounted, run, running, space_in
 
 from store_client import EmbeddedStore
@@ -37,6 +38,7 @@ def test_what_is_too_long_is_left_out(store, nbytes, kept):
     assert len(store.noted_requests()) == kept
 
 
+@pytest.mark.long
 def test_requests_are_told_across_processes_that_are_killed(pool, store):
     code = """
         print("ready", flush=True)
@@ -44,9 +46,9 @@ def test_requests_are_told_across_processes_that_are_killed(pool, store):
             store.note_request(f"{i}", f"{i} ".encode() * (i % 500 + 1))
     """
     kept = 0
-    for _ in range(4):
+    for _ in range(20 if LONG else 2):
         with running(code, pool), running(code, pool):
-            for _ in range(50):
+            for _ in range(30):
                 told = store.noted_requests()
                 kept += len(told)
                 assert all(len(set(each.split())) == 1 for each in told), "a mixture"

@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import LONG, sampled
 from simulated.invariants import check, endings
 from simulated.network import DOUBLE, DROP, TOKENS, Fault, Faults, World
 from simulated.requests import ONE_TO_ONE, ORDERS, TOPOLOGIES, begin, everywhere
@@ -30,9 +31,11 @@ def test_without_faults_everything_is_done_everywhere_and_soon(order, topology, 
     assert max(at_s for rank in world.ranks.values() for _, _, at_s in rank.released.values()) < granted_s + 2.0
 
 
-@pytest.mark.parametrize("fault", [DROP, DOUBLE, LATE, VERY_LATE], ids=["lost", "doubled", "late", "very late"])
-@pytest.mark.parametrize("topology", ["1P1D", "two to two", "idle for one"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "order, topology, fault",
+    sampled(ORDERS, ["1P1D", "two to two", "idle for one"], [DROP, DOUBLE, LATE, VERY_LATE]),
+)
 def test_any_one_message_may_be_lost_doubled_or_late(order, topology, fault):
     number, count = 0, 1
     while number < count:
@@ -68,7 +71,7 @@ message_faults = st.dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=1000 if LONG else 75)
 @given(st.sampled_from(sorted(TOPOLOGIES)), st.sampled_from(ORDERS), st.sampled_from(Granularity), message_faults)
 def test_a_network_that_gets_well_again_costs_no_transfer(topology, order, granularity, messages):
     world = World(TOPOLOGIES[topology], Faults(messages=messages), granularity)
@@ -82,7 +85,7 @@ moments = st.floats(0.0, 60.0).map(lambda at_s: round(at_s, 2))
 names = st.sampled_from(["P0", "P1", "D0", "D1"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=2000 if LONG else 150)
 @given(
     topology=st.sampled_from(sorted(TOPOLOGIES)),
     orders=st.lists(st.sampled_from(ORDERS), min_size=1, max_size=3),
