@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lock_holder import stopped_holder
+from long_form import LONG
 from store.audit import audit
 from store.pools import CAPACITY, as_root, data_folder, fill, garble, inside, mounted, run, space_in
 from store.test_kills import Crew
@@ -326,6 +327,7 @@ def test_a_writer_killed_between_the_note_and_the_change_has_told_of_nothing(poo
     audit(store)
 
 
+@pytest.mark.long
 def test_processes_that_are_killed_while_they_evict_leave_explanations_that_hold(pool, monkeypatch, tmp_path):
     """Whoever asks meanwhile gets an answer for every page: an entry is never half a cause."""
     monkeypatch.setenv("WRONG_BYTES_FILE", str(tmp_path / "wrong"))
@@ -345,7 +347,7 @@ def test_processes_that_are_killed_while_they_evict_leave_explanations_that_hold
         asking = threading.Thread(target=ask)
         asking.start()
         try:
-            for _ in range(20):
+            for _ in range(200 if LONG else 10):
                 put_chain(space, keys)
                 for victim in rng.sample(range(4), 2):
                     crew.kill(victim)

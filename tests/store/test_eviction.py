@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from long_form import LONG
 from simulated.waiting import wait_for
 from store.audit import audit
 from store.pools import garble, space_in
@@ -65,12 +66,13 @@ def test_a_pool_that_may_not_grow_to_its_capacity_keeps_what_it_has_room_for(poo
         audit(store)
 
 
+@pytest.mark.long
 def test_descendants_go_before_ancestors(pool):
     rng = random.Random(3)
     with EmbeddedStore(pool, 4 << 20) as store:
         space = space_in(store)
         chains = [chain(f"{i}", 12) for i in range(20)]
-        for _ in range(300):
+        for _ in range(1000 if LONG else 150):
             keys = rng.choice(chains)
             if rng.random() < 0.7:
                 put_chain(space, keys[: rng.randint(1, 12)])
@@ -94,11 +96,12 @@ def test_a_chain_longer_than_the_pool_keeps_its_beginning(pool):
         assert store.stats().failures == {"full": 24}
 
 
+@pytest.mark.long
 def test_95_percent_of_the_arena_are_usable_under_a_churn_of_sizes(pool):
     rng = random.Random(5)
     with EmbeddedStore(pool, 64 << 20) as store:
         lowest = 1.0
-        for i in range(1200):
+        for i in range(2400 if LONG else 800):
             nbytes = rng.choice([4096, 12288, 65536, 262144, 1048576])
             space, (key,) = space_in(store, f"{nbytes}"), chain(f"{i}", 1)
             assert put_chain(space, [key], nbytes) == [Put.STORED]

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import xxhash
+from long_form import LONG
 from store.audit import audit
 from store.pools import CAPACITY
 
@@ -30,13 +31,14 @@ def put(space: Space, keys: list[bytes], parents: list[bytes | None]) -> list[Pu
     return space.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.long
 def test_a_window_goes_before_the_full_pages_it_is_of_no_use_without(pool):
     rng = random.Random(7)
     with EmbeddedStore(pool, CAPACITY) as store:
         full, window, state = (space_of(store, kind) for kind in ("full", "window", "state"))
         chains = [chain(f"{i}", 10) for i in range(40)]
         stored = {id(window): 0, id(state): 0}
-        for turn in range(600):
+        for turn in range(2000 if LONG else 300):
             keys = rng.choice(chains)
             reach = rng.randint(1, 10)
             put_chain(full, keys[:reach])

@@ -22,7 +22,7 @@ from store_client.simulation.traces import TraceError, read_trace
 from store_client.testing import DEADLINE_S, chain
 
 CAPACITY, NBYTES = 1 << 20, 8192
-TRACES = {"chat": chat(1, 90), "agents": agents(2, 12, shared=6), "documents": documents(3, 160)}
+TRACES = {"chat": chat(1, 45), "agents": agents(2, 12, shared=6), "documents": documents(3, 160)}
 policies = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
