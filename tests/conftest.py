@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
-from long_form import LONG
+from long_form import examples
 
 # Property tests judge results, never how long a busy machine takes for one. Each run draws other examples.
 settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=400 if LONG else 40
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100)
 )
 settings.load_profile("unhurried")
 

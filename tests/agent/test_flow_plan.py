@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from agent.flows import wish_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 
 from store_client.agent.chain import BEHIND, LANDED, Batch, Chain, Question
 from store_client.agent.plan import Plan
@@ -140,7 +141,7 @@ lying = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(honest, min_size=1, max_size=3), prefix, st.lists(st.integers(1, LENGTH), min_size=1), st.data())
 def test_all_that_leads_in_pool_and_tiers_together_lands_once(tiers, pool, counts, data):
     world = World(tiers, set(pool))
@@ -162,7 +163,7 @@ def test_all_that_leads_in_pool_and_tiers_together_lands_once(tiers, pool, count
     assert not world.plan.chains and world.plan.queued_pages == [0] * len(tiers)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(lying, min_size=1, max_size=3), st.lists(st.integers(1, LENGTH), min_size=1, max_size=4), st.data())
 def test_whatever_fails_every_wish_ends_with_what_landed(tiers, counts, data):
     world = World(tiers)
@@ -205,7 +206,7 @@ def test_whatever_fails_every_wish_ends_with_what_landed(tiers, counts, data):
     assert not world.plan.chains and not any(world.plan.queued_pages)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(honest, st.integers(1, LENGTH), st.integers(0, 20), st.data())
 def test_at_its_deadline_a_wish_ends_and_nothing_of_it_begins(tier, count, steps, data):
     world = World([tier])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys, root_digest
@@ -231,7 +232,7 @@ def parts_are_small():
         yield
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(worlds(), st.integers(0, 320))
 def test_the_answer_is_that_of_looking_at_all_of_the_prompt(world, asked_before):
     index, _, _ = stood_up(world)

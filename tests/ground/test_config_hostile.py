@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_config
@@ -193,7 +194,7 @@ class TestFiles:
         assert load_config({}, {"MOONCAKE_CONNECTOR_CONFIG": str(path)}).page_tokens == 128
 
     @given(text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join), name=st.sampled_from(["c.toml", "c.yaml"]))
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     def test_whatever_it_holds_the_outcome_is_a_configuration_or_an_error(self, tmp_path_factory, text, name):
         path = tmp_path_factory.getbasetemp() / name
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -266,7 +267,7 @@ def disk(path: str, kind: str = "disk", **more: str) -> "dict[str, str]":
 
 class TestTiers:
     @given(value=ANY_JSON | st.lists(ENTRIES | ANY_JSON, max_size=4))
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     def test_whatever_they_hold_the_outcome_is_tiers_or_an_error(self, tmp_path_factory, value):
         secret = {"secret_file": str(tmp_path_factory.getbasetemp())}
         try:

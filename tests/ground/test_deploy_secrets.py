@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 
 from mooncake_connector.deploy.commands import Command
 from mooncake_connector.deploy.render.containers import Secrets, contained
@@ -32,7 +33,7 @@ SECRETS = ["one", "two", "3"]
         max_size=4,
     ),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_process_gets_its_own_secrets(envs, words):
     """Whatever references stand for, filled in from one place for all, is what `up` would have run."""
     secrets = Secrets()

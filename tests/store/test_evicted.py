@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lock_holder import stopped_holder
-from long_form import LONG
+from long_form import LONG, examples
 from store.audit import audit
 from store.pools import CAPACITY, as_root, data_folder, fill, garble, inside, mounted, run, space_in
 from store.test_kills import Crew
@@ -164,7 +164,7 @@ def test_a_view_of_all_shards_tells_what_is_known_of_a_part(store):
 # The table
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from(list(Lost))), min_size=1, max_size=40))
 def test_what_is_told_is_the_last_thing_noted_or_nothing(noted):
     table, last = _in_memory(), {}

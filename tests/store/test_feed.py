@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from long_form import LONG
+from long_form import LONG, examples
 from simulated.waiting import wait_for
 from store.audit import audit
 from store.pools import garble, run, space_in
@@ -101,7 +101,7 @@ changes = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 12))
 reads = st.integers(1, 20)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.one_of(changes, reads), max_size=40))
 def test_a_follower_hears_of_every_committed_change_and_no_other_however_writers_die(steps):
     with tempfile.TemporaryDirectory() as folder:

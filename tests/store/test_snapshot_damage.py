@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 from store.pools import CAPACITY, garble
 from store.snapshots import SPACES, held_by, put_some
 
@@ -184,7 +185,7 @@ class TestIndexAndManifest:
             Snapshot(folder)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_manifest_or_an_error(raw):
     with pytest.raises(SnapshotError):
@@ -200,7 +201,7 @@ FIELDS = ["package", "taken", "capacity_nbytes", "spaces", "pages", "files", "in
 SPACE_FIELDS = ["namespace", "shard", "pages", "nbytes", "further"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_any_values_in_a_proven_manifest_are_understood_or_an_error(original, data):
     manifest = msgspec.json.decode((original / "manifest.json").read_bytes())
@@ -228,7 +229,7 @@ def test_deep_nesting_is_an_error():
             form.parse_manifest(raw, WHERE)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_any_entries_are_within_their_files_or_an_error(original, data):
     """And what is understood can be read and restored without a fault."""
@@ -276,7 +277,7 @@ PAGE_OF_A_POOL = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(PAGE_OF_A_POOL, min_size=1, max_size=20))
 def test_pages_return_behind_their_parents_and_by_use(drawn):
     count = len(drawn)
@@ -301,7 +302,7 @@ def _descendants(pages, i):
     return children + [page for child in children for page in _descendants(pages, child)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(0, 100) | st.integers(0, (1 << 64) - 1), min_size=1, max_size=50),
     st.integers(0, 1 << 62),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 from simulated.ranks import (
     SMALL,
     TOKENS,
@@ -60,7 +61,7 @@ def pieces_of(whole: range, cuts: set[int]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(borders)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(pairs(), st.data())
 def test_every_byte_of_every_destination_block_is_written_once_and_with_what_it_stands_for(pair, data):
     source, destination, tokens = pair
@@ -139,7 +140,7 @@ def test_a_block_named_twice_is_granted_once():
         assert twice.tolist() == once.tolist()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(pairs())
 def test_every_source_rank_has_a_route_and_two_ranks_have_one_at_most(pair):
     source, destination, _ = pair

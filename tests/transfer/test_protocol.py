@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from long_form import LONG, sampled
+from long_form import examples, sampled
 from simulated.invariants import check, endings
 from simulated.network import DOUBLE, DROP, TOKENS, Fault, Faults, World
 from simulated.requests import ONE_TO_ONE, ORDERS, TOPOLOGIES, begin, everywhere
@@ -71,7 +71,7 @@ message_faults = st.dictionaries(
 )
 
 
-@settings(max_examples=1000 if LONG else 75)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(sorted(TOPOLOGIES)), st.sampled_from(ORDERS), st.sampled_from(Granularity), message_faults)
 def test_a_network_that_gets_well_again_costs_no_transfer(topology, order, granularity, messages):
     world = World(TOPOLOGIES[topology], Faults(messages=messages), granularity)
@@ -85,7 +85,7 @@ moments = st.floats(0.0, 60.0).map(lambda at_s: round(at_s, 2))
 names = st.sampled_from(["P0", "P1", "D0", "D1"])
 
 
-@settings(max_examples=2000 if LONG else 150)
+@settings(max_examples=examples(300))
 @given(
     topology=st.sampled_from(sorted(TOPOLOGIES)),
     orders=st.lists(st.sampled_from(ORDERS), min_size=1, max_size=3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 from simulated.again import Attempt, Engines
 from simulated.invariants import check, endings
 from simulated.network import DOUBLE, DROP, Fault, Faults, World
@@ -73,7 +74,7 @@ attempts = st.builds(
 faults = st.builds(Fault, st.lists(st.sampled_from([0.0, 0.005, 0.3, 1.7, 6.0, 25.0, 40.0]), max_size=3).map(tuple))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     topology=st.sampled_from(sorted(TOPOLOGIES)),
     granularity=st.sampled_from(Granularity),

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_form import examples
 from simulated.network import places
 from simulated.sides import (
     KEY,
@@ -134,7 +135,7 @@ peers = st.sampled_from(["D0", "D1", "stranger"])
 calls = st.sampled_from(["open", "computed", "finished", "preempted", "cancel", "tick", "lease"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.one_of(st.tuples(peers, to_producer), calls), max_size=40), st.booleans())
 def test_no_message_makes_a_producer_raise_release_twice_or_hold_for_ever(steps, works):
     producer, now_s = make_producer(), 0.0
@@ -203,7 +204,7 @@ to_consumer = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.one_of(
