@@ -16,7 +16,7 @@ import yaml
 from ground.rendering import FORMS, HIDDEN, check_valid, documents, expanded, pods, rendered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from long_form import LONG
+from long_form import examples
 from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
@@ -24,7 +24,7 @@ from mooncake_connector.deploy.commands import commands
 from mooncake_connector.deploy.file import read_deployment
 from mooncake_connector.errors import ConfigError
 
-MOST = 50 if LONG else 6
+MOST = examples(15)
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_categories=["Cc", "Cs"]), max_size=20)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from long_form import LONG
 from simulated import cuda_driver
 from simulated.cuda_driver import DeviceBuffer, Library, SimulatedCudaIpc
 from simulated.waiting import wait_for
@@ -47,6 +48,12 @@ def library(monkeypatch):
 
 class TestCudaIpc(TransportConformance):
     transport = SimulatedCudaIpc
+
+    @pytest.mark.long
+    def test_more_pieces_than_one_order_takes_arrive(self, memory, there, peer, monkeypatch):
+        if not LONG:
+            cuda_driver.fewer_pieces(monkeypatch)
+        super().test_more_pieces_than_one_order_takes_arrive(memory, there, peer)
 
     @pytest.mark.slow
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, library, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from long_form import sampled
 from msgspec.structs import replace
 from simulated.completion_queue import StagedQueueTransport
 from simulated.cuda_driver import LIBRARY
@@ -135,12 +136,13 @@ class Marked:
         return begin
 
 
-each_transport = pytest.mark.parametrize("transport", ["tcp", "shm", "rdma", "queue", "library"])
+TRANSPORTS = ["tcp", "shm", "rdma", "queue", "library"]
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 class TestMarked(Marked):
-    @each_transport
-    @pytest.mark.parametrize("granularity", Granularity)
+    @pytest.mark.long
+    @pytest.mark.parametrize("transport, granularity", sampled(TRANSPORTS, Granularity))
     def test_what_comes_from_stages_into_stages_is_read_from_no_device_again(
         self, begin, reads, transport, granularity
     ):
@@ -272,9 +274,11 @@ def test_a_device_that_fails_ends_the_transfer(pair, library, name):
     del library.fail[name]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("devices", [(0, 0), (0, None), (None, 0)], ids=["both", "prefill", "decode"])
-@pytest.mark.parametrize("granularity", [Granularity.FULL, Granularity.LAYER])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "transport, devices, granularity",
+    sampled(["shm", "tcp"], [(0, 0), (0, None), (None, 0)], [Granularity.FULL, Granularity.LAYER]),
+)
 def test_kv_of_a_device_goes_through_the_host_too(pair, library, transport, devices, granularity):
     """Where cuda_ipc is not there, and where one side has its KV in host memory."""
     p, d = pair(granularity, devices, transports=["cma", transport], hosts=["127.0.0.1"])
@@ -284,13 +288,15 @@ def test_kv_of_a_device_goes_through_the_host_too(pair, library, transport, devi
     assert library.calls["cuMemcpyAsync"] > 0
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("devices, ending", [((0, None), Ending.DONE), ((None, 0), Ending.FAILED)])
-@pytest.mark.parametrize("granularity", Granularity)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "transport, devices, granularity", sampled(["shm", "tcp"], [(0, None), (None, 0)], Granularity)
+)
 def test_what_a_device_gave_to_a_stage_is_hashed_there_and_not_read_again(
-    pair, monkeypatch, transport, devices, ending, granularity
+    pair, monkeypatch, transport, devices, granularity
 ):
     """Decode does read what it has got, in its place."""
+    ending = Ending.DONE if devices == (0, None) else Ending.FAILED
     monkeypatch.setattr(Staging, "read", lambda self, addresses, nbytes: 1 // 0)
     p, d = pair(granularity, devices, transports=[transport], hosts=["127.0.0.1"])
     assert ask(p, d) == {ending}
@@ -298,9 +304,11 @@ def test_what_a_device_gave_to_a_stage_is_hashed_there_and_not_read_again(
         d.check()
 
 
-@pytest.mark.parametrize("devices", [(0, 0), (0, None), (None, 0)], ids=["both", "prefill", "decode"])
-@pytest.mark.parametrize("granularity", [Granularity.FULL, Granularity.LAYER])
-@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "staged"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "devices, granularity, is_direct",
+    sampled([(0, 0), (0, None), (None, 0)], [Granularity.FULL, Granularity.LAYER], [True, False]),
+)
 def test_cards_move_kv_from_and_to_devices(pair, library, monkeypatch, devices, granularity, is_direct):
     """Stand-ins of cards. What goes straight from a device is read once more for checksums, as what went to one."""
     library.attributes[DMA_BUF_SUPPORTED] = int(is_direct)
