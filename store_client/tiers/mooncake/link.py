@@ -185,13 +185,13 @@ class Link:
 
     def _recovered(self) -> bool:
         end_s, pause_s = time.monotonic() + _PATIENCE_S, _FIRST_S
-        while not self._is_over() and time.monotonic() < end_s:
+        while not (self._closed or self._outlived) and time.monotonic() < end_s:
             self._sleep(pause_s)
             if self._client.is_exist(PROBE) >= 0:
                 with self._changed:
-                    if self._is_over():
+                    if self._outlived:
                         return False
-                    self._usable, self._doubted, self._why = True, False, None
+                    self._usable, self._doubted, self._why = not self._closed, False, None
                 _log.info("tier %s: the Mooncake master at %s answers again", self._title, self._settings.master)
                 return True
             pause_s = min(pause_s * 2, _MOST_S)
@@ -223,11 +223,7 @@ class Link:
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(self._is_over, seconds)
-
-    def _is_over(self) -> bool:
-        """Whether nobody is to use the client any more, whoever answers it."""
-        return self._closed or self._outlived
+            self._changed.wait_for(lambda: self._closed or self._outlived, seconds)
 
 
 _kept: list[Any] = []
