@@ -221,28 +221,6 @@ def test_a_page_whose_lease_ends_while_it_is_read_is_read_once_more(healthy, tie
     assert tier.stats().notes.get("read: the lease expired while it was read (-707)") == (None if expected else "1")
 
 
-def test_a_call_that_the_library_gives_up_ends_once_its_client_can_write_to_no_memory(healthy, tiers, monkeypatch):
-    """After a minute, although a node that is slow goes on sending; imitated."""
-    tier, memory = tiers(healthy.tier())
-    space, keys = new_space(), chain("a", 2)
-    assert write(tier, memory, space, keys) == [Put.STORED] * 2
-    client, closed = tier._link._client, []
-
-    def given_up(*arguments):
-        return [client.batch_get_into_multi_buffers(*arguments)[0], -800]
-
-    def close():
-        closed.append(client.close())
-
-    tier._link._client = Answers(client, batch_get_into_multi_buffers=given_up, close=close)
-    monkeypatch.setattr("store_client.tiers.mooncake.tier._GIVES_UP_S", 0.0)
-    assert read(tier, memory, space, keys) == [True, False]
-    assert len(closed) == 1, "others may have that memory now"
-    monkeypatch.undo()
-    until(lambda: stored(tier, memory, keys, space), "another client is set up")
-    assert tier.stats().notes["set up"] == "2 times"
-
-
 def test_memory_that_grows_is_registered_from_where_it_ended(healthy, tiers):
     tier = healthy.tier()
     try:

@@ -51,7 +51,7 @@ class Link:
         self._title, self._settings, self._library, self._registered = title, settings, library, registered
         self._changed = threading.Condition()
         self._client: Any = None
-        self._usable = self._closed = self._doubted = self._outlived = False
+        self._usable = self._closed = self._doubted = False
         self._why: str | None = None
         self._calls = 0
         self.setups = 0
@@ -86,15 +86,6 @@ class Link:
             if self._usable:
                 self._usable, self._doubted, self._why = False, True, reason
                 self._changed.notify_all()
-
-    def replace(self, client: Any, reason: str) -> None:
-        """Have another client set up, and wait until this one is closed and so touches no memory any more. That is for
-        ever where it cannot be closed. Not within `client`."""
-        with self._changed:
-            if client is self._client:
-                self._usable, self._doubted, self._outlived, self._why = False, True, True, reason
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: client is not self._client and client not in _kept)
 
     @property
     def state(self) -> str:
@@ -185,12 +176,10 @@ class Link:
 
     def _recovered(self) -> bool:
         end_s, pause_s = time.monotonic() + _PATIENCE_S, _FIRST_S
-        while not (self._closed or self._outlived) and time.monotonic() < end_s:
+        while not self._closed and time.monotonic() < end_s:
             self._sleep(pause_s)
             if self._client.is_exist(PROBE) >= 0:
                 with self._changed:
-                    if self._outlived:
-                        return False
                     self._usable, self._doubted, self._why = not self._closed, False, None
                 _log.info("tier %s: the Mooncake master at %s answers again", self._title, self._settings.master)
                 return True
@@ -200,17 +189,14 @@ class Link:
     def _put_away(self) -> None:
         """Close the client once no call is in it. Where that is not to be had it is kept for good."""
         with self._changed:
-            self._usable = self._outlived = False
+            self._usable = False
             client, self._client = self._client, None
-            if client is not None:
-                _kept.append(client)
             idle = self._changed.wait_for(lambda: self._calls == 0, _CLOSE_S if self._closed else 2 * TRIAL_S)
         self._registered.attach(None)
         if client is not None and idle and self._settings.address is not None:
             client.close()
-            with self._changed:
-                _kept.remove(client)
-                self._changed.notify_all()
+        elif client is not None:
+            _kept.append(client)
 
     def _unavailable(self, reason: str) -> None:
         with self._changed:
@@ -223,9 +209,9 @@ class Link:
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._outlived, seconds)
+            self._changed.wait_for(lambda: self._closed, seconds)
 
 
 _kept: list[Any] = []
-"""Clients that are being closed; those with a call in them that does not return, since to destroy one would crash the
-process; and those of elected masters, which take up to half a minute to close, with the interpreter lock held."""
+"""Clients with a call in them that does not return, since to destroy one would crash the process; and those of elected
+masters, which take up to half a minute to close, with the interpreter lock held."""

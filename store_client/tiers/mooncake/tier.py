@@ -6,8 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,9 +29,6 @@ from store_client.tiers.mooncake.settings import client_settings
 
 _NAMES_AT_ONCE = 1024
 """In one call that moves no bytes."""
-_GIVES_UP_S = 55.0
-"""After 60 s the library returns although a transfer may be under way: a node that is slow, and no more than that, is
-never dropped for it."""
 _log = get_logger(__name__)
 
 
@@ -84,7 +80,7 @@ class MooncakeCluster(Tier):
         for group in groups(self._registered, pages, nbytes, self.batch_nbytes):
             if (left_s := end_s - time.monotonic()) <= 0:
                 break
-            with self._sides.one() as side, self._settled(left_s, codes) as client:
+            with self._sides.one() as side, self._link.client(left_s) as client:
                 codes += self._read_group(client, side, group, names, seals, nbytes, left_s)
         self._judge("read", codes, len(names), nbytes, names)
         return seals
@@ -126,7 +122,7 @@ class MooncakeCluster(Tier):
         for group in groups(self._registered, wanted, nbytes, self.batch_nbytes):
             if (left_s := end_s - time.monotonic()) <= 0:
                 break
-            with self._sides.one() as side, self._settled(left_s, codes) as client:
+            with self._sides.one() as side, self._link.client(left_s) as client:
                 codes += self._write_group(client, side, group, names, pages, puts, nbytes, left_s)
         self._judge("write", codes, len(absent), nbytes, names)
         return puts
@@ -267,17 +263,6 @@ class MooncakeCluster(Tier):
 
     def _staged(self, side: Side, at: int, count: int, nbytes: int) -> Bytes:
         return side.pages(count * nbytes)[at * nbytes : (at + 1) * nbytes]
-
-    @contextmanager
-    def _settled(self, left_s: float, codes: Sequence[int]) -> Iterator[Any]:
-        """A client for one call that moves bytes and adds to `codes`; afterwards nothing touches its memory."""
-        begun_s, before = time.monotonic(), len(codes)
-        with self._link.client(left_s) as client:
-            yield client
-        if time.monotonic() - begun_s > _GIVES_UP_S and min(codes[before:], default=0) < 0:
-            reason = "a node is too slow, and a transfer goes on that the library gave up: another client is set up"
-            log_once("tiers.mooncake.slow", "tier %s: %s", self._title, reason, logger=_log)
-            self._link.replace(client, reason)
 
     def _judge(self, what: str, codes: Sequence[int], asked: int, nbytes: int, names: Sequence[str]) -> None:
         """Count what went wrong, and raise TierError where nothing went right."""
