@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from mooncake_connector.kv.identity.checkpoint import (
     plain_values,
     quantization_while_loading,
     rope_in_force,
+    weight_patterns,
     weights_digest,
 )
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
@@ -87,7 +89,8 @@ loaded_files = LoadedFiles()
 
 
 def _of_model(args: Any) -> dict[str, Any]:
-    found = _stamp(args.model_path, lambda: model_stamp(checkpoint_path(args.model_path, args.revision)))
+    folder, patterns = partial(_folder, args, args.model_path, args.revision), weight_patterns(args.load_format)
+    found = _stamp(args.model_path, lambda: model_stamp(folder(), patterns))
     if args.quantization_param_path:
         found |= _stamp(args.quantization_param_path, lambda: files_stamp(*_scales(args)))
     if args.kt_weight_path:  # they may be in the model's own folder
@@ -97,7 +100,7 @@ def _of_model(args: Any) -> dict[str, Any]:
 
 def _of_draft(args: Any) -> dict[str, Any]:
     name, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    return _stamp(name, lambda: model_stamp(checkpoint_path(name, revision))) if name else {}
+    return _stamp(name, lambda: model_stamp(_folder(args, name, revision))) if name else {}
 
 
 def _of_adapters(args: Any) -> dict[str, Any]:
@@ -119,6 +122,10 @@ def _stamp(name: str, stamp: Callable[[], Any]) -> dict[str, Any]:
 
 
 # Folder and names of files that a model is loaded with.
+
+
+def _folder(args: Any, name: str, revision: str | None) -> Path:
+    return checkpoint_path(name, revision, args.download_dir)
 
 
 def _scales(args: Any) -> tuple[Path, tuple[str, ...]]:
@@ -276,13 +283,15 @@ def _namespace(
     quantization = quantization_while_loading(model.hf_config, args.quantization)
     own = dict(own)
     if args.speculative_draft_model_path:
-        own["draft"] = weights_digest(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+        draft, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+        own["draft"] = weights_digest(draft, revision, download_dir=args.download_dir)
     if args.quantization_param_path:
         own["kv_scales"] = files_digest(*_scales(args))
     if args.kt_weight_path:
         own["experts"] = files_digest(*_experts(args), cache_dir=default_cache_dir())
     source = "weight_cache" if getattr(args, "weight_cache_mode", None) == "client" else args.load_format
-    digest, adapters = config.model_id or weights_digest(args.model_path, args.revision, source), _adapters(args)
+    digest = config.model_id or weights_digest(args.model_path, args.revision, source, args.download_dir)
+    adapters = _adapters(args)
     if in_memory.are_of_files:
         loaded_files.check(args, config.model_id)  # behind the digests, which take a while
     return Namespace(

@@ -78,7 +78,8 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry, model_id: str | None
     computed = str(model.dtype).removeprefix("torch.")
     if geometry.main.kv_dtype != computed:
         overrides["dtype"] = computed
-    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:  # what the others have is computed with theirs
+    cache = vllm_config.cache_config
+    if cache.cache_dtype != "auto" and (skipped := cache.kv_cache_dtype_skip_layers):  # the others compute with theirs
         overrides["kv_cache_dtype_skip_layers"] = sorted(set(skipped))
     if callable(model.hf_overrides):  # whose text is another one in each process
         overrides["hf_overrides"] = config_digest(vllm_config)
@@ -86,10 +87,10 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry, model_id: str | None
         overrides["hf_overrides"] = plain_values(model.hf_overrides)
     if model.hf_config_path or model.config_format not in ("auto", "hf", "mistral"):  # not the file beside the weights
         overrides["config"] = config_digest(vllm_config)
-    for name in ("quantization_config", "model_class_overrides", "code_revision"):
-        if value := getattr(model, name, None):
-            overrides[name] = plain_values(value)
-    overrides |= {name: value for name in _QUANTISE if (value := os.environ.get(name))}
+    told = {name: getattr(model, name, None) for name in ("quantization_config", "model_class_overrides")}
+    told["code_revision"] = model.code_revision if model.trust_remote_code else None
+    told |= {name: getattr(envs, name, None) for name in _QUANTISE}
+    overrides |= {name: plain_values(value) for name, value in told.items() if value and value != "NONE"}
     for name in ("audio_model_id", "text_model_id"):  # Ultravox has these weights from other repositories
         if not model_id and (repository := getattr(model.hf_config, name, None)):
             load = vllm_config.load_config

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCacheRole, UniformTypeKVCacheSpecs
 
+from vllm_plugin.dtypes import eight_bit_name
 from vllm_plugin.geometry import Group, Unsupported
 from vllm_plugin.stages import layers_of, stages_of
 
@@ -116,4 +117,4 @@ def _dtype_name(vllm_config: VllmConfig) -> str:
     """Of the latents; workers pack some of these while they load the model, which the bytes of a row say."""
     configured = vllm_config.cache_config.cache_dtype.removesuffix("_ds_mla")
     computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return {"auto": computed, "fp8": "fp8_e4m3"}.get(configured, configured)
+    return computed if configured == "auto" else eight_bit_name(configured)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -22,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_plugin.dtypes import eight_bit_name
 from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported
 from vllm_plugin.indexers import has_indexer, sparse_groups
 from vllm_plugin.stages import Layers, layers_of, stages_of
@@ -200,6 +200,5 @@ def _kv_dtype_name(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
     """The namespace's dtype name; vLLM says "auto" for the model's own and "fp8" for e4m3, and may leave out layers."""
     configured = vllm_config.cache_config.cache_dtype
     if configured.startswith("fp8") and spec.dtype.itemsize == 1:
-        e4m3 = "fp8_e4m3fnuz" if current_platform.is_fp8_fnuz() else "fp8_e4m3"  # the same bits, of half the value
-        return {"fp8": e4m3, "fp8_e4m3": e4m3}.get(configured, configured)
+        return eight_bit_name(configured)
     return str(spec.dtype).removeprefix("torch.")

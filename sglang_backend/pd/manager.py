@@ -181,7 +181,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
             mine = ""
             if get_parallel().world_group.rank_in_group == 0:
                 try:
-                    mine = weights_digest(args.model_path, args.revision, "auto")
+                    mine = weights_digest(args.model_path, args.revision, "auto", args.download_dir)
                 except ModelIdentityError as error:
                     logger.warning("prefill and decode are not compared by their weights: %s", error)
             digest = self._of_all(mine)[0][1]

@@ -17,6 +17,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from models import checkpoint
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.identity import checkpoint as checkpoint_module
 from mooncake_connector.kv.namespace import Namespace
 from sglang_backend import identity, plugin
 from sglang_backend.host_pages import plain_format
@@ -239,6 +240,24 @@ def test_adapters_of_which_a_part_is_left_out_have_another_name(tmp_path: Path) 
     assert whole.lora and whole.digest == name_of(**settings).digest
     assert part.digest != whole.digest
     assert part.digest == name_of(**settings, lora_target_modules=["o_proj", "q_proj"]).digest
+
+
+def test_a_model_that_was_downloaded_elsewhere_is_named_and_watched_there(
+    loaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--download-dir`: weights are there, configuration is in the hub's own cache, which may have older weights."""
+    plain, older = name_of().model_digest, tmp_path / "older"
+    shutil.copytree(loaded, older)
+    overwritten(older)
+    places = {None: older, "there": loaded}
+    monkeypatch.setattr(identity, "checkpoint_path", lambda name, revision, place=None: places[place])
+    monkeypatch.setattr(checkpoint_module, "checkpoint_path", lambda name, revision, place=None: places[place])
+    assert name_of(download_dir="there").model_digest == plain
+    monkeypatch.setattr(identity, "loaded_files", identity.LoadedFiles())
+    says("load_model", download_dir="there")
+    overwritten(loaded)
+    with pytest.raises(ModelIdentityError, match="start it again"):
+        name_of(download_dir="there")
 
 
 def test_weights_from_the_memory_of_another_instance_have_not_the_name_of_the_files() -> None:

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.identity.checkpoint import checkpoint_path
 from vllm_plugin.identity import _overrides, instance_namespace
 from vllm_plugin.kv_groups import read_geometry
 
@@ -53,7 +54,7 @@ MEDIA: list[dict[str, Any]] = [
 OTHERS: list[dict[str, Any]] = [
     {"quantization_config": QuantizationConfigArgs(linear="fp8_per_tensor")},
     {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
-    {"code_revision": "other"},
+    {"code_revision": "other", "trust_remote_code": True},
     {"config_format": "of a plugin"},
 ]
 VARIABLES = {
@@ -134,6 +135,42 @@ def test_what_is_quantised_or_computed_by_other_code_is_told_apart(
         digests.append(digest(copy.copy(config)))
         monkeypatch.delenv(name)
     assert len(set(digests)) == len(digests)
+
+
+def test_what_has_no_effect_parts_nobody(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One setting of many that an instance of a pair may have by habit; and one text, given as such or as a file."""
+    plain = digest(config)
+    assert digest(copy.copy(config), code_revision="other", trust_remote_code=False) == plain
+    monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "NONE")
+    assert digest(copy.copy(config)) == plain
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    assert digest(config) == plain
+    text, found = '{"dtype": "int8"}', set()
+    (tmp_path / "quantise.json").write_text(text)
+    for given in (text, str(tmp_path / "quantise.json")):
+        monkeypatch.setenv("VLLM_HUMMING_INPUT_QUANT_CONFIG", given)
+        found.add(digest(copy.copy(config)))
+    assert len(found) == 1 and plain not in found
+
+
+def test_a_repository_of_which_vllm_downloaded_what_it_reads_is_the_model(tmp_path: Path) -> None:
+    """The hub's library knows of more files (README.md), and calls the snapshot incomplete."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
+    from huggingface_hub.errors import IncompleteSnapshotError
+
+    commit, storage = "a" * 40, tmp_path / "models--owner--name"
+    snapshot = storage / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (storage / "refs").mkdir()
+    (storage / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    entries = {name: TreeCacheEntry(blob_id=name, size=2) for name in ("config.json", "README.md")}
+    write_tree_cache(str(storage), commit, entries)
+    with pytest.raises(IncompleteSnapshotError):
+        snapshot_download("owner/name", cache_dir=tmp_path, local_files_only=True)
+    assert checkpoint_path("owner/name", None, str(tmp_path)) == snapshot
 
 
 def test_the_scales_of_an_encoder_are_told_apart_by_what_is_in_their_file(config: Any, tmp_path: Path) -> None:

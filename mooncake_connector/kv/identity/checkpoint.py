@@ -7,6 +7,7 @@ Configurations are transformers' objects, read by attribute, so that no engine a
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def checkpoint_path(name: str, revision: str | None, download_dir: str | None = 
     """Folder (or GGUF file) of a model given as a path or as the name of a hub repository that is already cached, in
     the hub's own cache or in `download_dir`.
 
+    An engine downloads what it reads of a repository and no more, which newer hub libraries call incomplete.
+
     Raises ModelIdentityError where it is neither; the text says to set `model_id`.
     """
     path = Path(name)
@@ -49,6 +52,8 @@ def checkpoint_path(name: str, revision: str | None, download_dir: str | None = 
 
         return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
     except Exception as error:
+        if (partial := getattr(error, "snapshot_path", None)) is not None:  # all that the engine wanted of it is there
+            return Path(partial)
         raise ModelIdentityError(
             f"the files of model {name!r} are neither a local path nor in the hub's cache ({error}), so the model "
             "cannot be told from others: set `model_id` to a name that changes whenever the weights do"
@@ -73,9 +78,13 @@ def weights_digest(
             f"the weights of {name!r} came from {source} (load format {load_format!r}), and no file of the model says "
             "what they are: set `model_id` to a name that changes whenever the weights do"
         )
-    patterns = (("*.pt",),) if load_format == "pt" else WEIGHT_PATTERNS
     path, config = checkpoint_path(name, revision, download_dir), checkpoint_path(name, revision)
-    return model_digest(path, config=config, patterns=patterns, cache_dir=default_cache_dir())
+    return model_digest(path, config=config, patterns=weight_patterns(load_format), cache_dir=default_cache_dir())
+
+
+def weight_patterns(load_format: str) -> Sequence[Sequence[str]]:
+    """Of the files that are loaded so, as `model_digest` takes them."""
+    return (("*.pt",),) if load_format == "pt" else WEIGHT_PATTERNS
 
 
 def rope_in_force(text_config: Any, max_model_len: int) -> str:

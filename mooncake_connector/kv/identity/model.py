@@ -95,14 +95,16 @@ def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None 
     return hashlib.sha256(b"mooncake-connector-files-v1" + canonical_json(named).encode("ascii")).hexdigest()
 
 
-def model_stamp(path: Path) -> dict[str, tuple[str, int, int]]:
+def model_stamp(
+    path: Path, patterns: Sequence[Sequence[str]] = WEIGHT_PATTERNS
+) -> dict[str, tuple[str, int, int]]:
     """Place, size and time of change of each file that `model_digest` reads, by name: cheap, another after a change.
 
     Raises ModelIdentityError and OSError.
     """
     if path.is_file():
         return _stamps(path, [path])
-    return _stamps(path, [*_weight_files(path), *_matching(path, (*_MEANING_PATTERNS, *_CONFIG_NAMES))])
+    return _stamps(path, [*_weight_files(path, patterns), *_matching(path, (*_MEANING_PATTERNS, *_CONFIG_NAMES))])
 
 
 def files_stamp(path: Path, patterns: Sequence[str]) -> dict[str, tuple[str, int, int]]:

@@ -12,7 +12,7 @@ from mooncake_connector.config.file import read_text
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.page import PageFormat
 
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1, "fp8_e5m2": 1}
 """Bytes of an element by the name of a KV dtype."""
 _MOST_NBYTES = 64 << 20
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
