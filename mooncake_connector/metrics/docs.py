@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake_connector.metrics.registry import (
+    INDEX,
     POOL,
     PREFIX,
     ROUTER,
@@ -29,6 +30,7 @@ Every metric begins with `{PREFIX}`; on vLLM's `/metrics` there is `vllm:` befor
 | a vLLM instance | its `/metrics`, with vLLM's labels `model_name` and `engine`; sums over its workers |
 | an SGLang instance | its `/metrics`, with `--enable-metrics`; sums over its ranks |
 | the pool of a host, and its tiers | one of the engines of the host, on its `/metrics`, without `vllm:`; or the agent |
+| an agent's index | its `/metrics`, on `agent_http_port` |
 | the built-in router of `up` | its `/metrics`, with the policy's estimates |
 
 Nothing has to be set for the pool's. One engine of each pool shows them, the one that holds a lock on the pool's
@@ -69,6 +71,7 @@ _GROUPS = (
     ("SGLang", PREFIX, SGLANG),
     ("The pool", PREFIX, POOL),
     ("Tiers", PREFIX, TIER),
+    ("The index", PREFIX, INDEX),
     ("The built-in router", PREFIX, (*ROUTER, ROUTER_INDEX)),
 )
 

@@ -279,6 +279,19 @@ ROUTER = (
 )  # fmt: skip
 """Of the built-in router of `up`, for each instance; tokens with the policy `conductor` alone."""
 ROUTER_INDEX = _counter("router_index_questions", "Requests by what became of asking the index about them", "outcome")
+INDEX = (
+    _gauge("index_instances", "Registered ranks of instances", of="instances"),
+    _gauge("index_blocks", "Blocks in engines' own memory that events told of", of="blocks"),
+    _counter(
+        "index_without_namespace", "Questions for instances whose pages in the pool are not known by name",
+        of="without_namespace",
+    ),
+    _counter(
+        "index_events", "What became of engines' KV events (gaps, restarts, replays, blocks)", "what", of="events"
+    ),
+    _counter("index_http_answers", "Answers to requests, by path and status", "path", "status", of="answers"),
+)  # fmt: skip
+"""Of an agent's index."""
 
 
 def by_figure(metrics: Iterable[Metric]) -> dict[str, Metric]:

@@ -102,6 +102,7 @@ def test_a_recording_is_bounded_private_and_says_nothing_of_names(tmp_path):
     one, two = (written(tmp_path / name)[1:] for name in ("one", "two"))
     assert len(one) == 3 and {line["hash_ids"][0] for line in one} != {line["hash_ids"][0] for line in two}
     assert len({line["hash_ids"][0] for line in one}) == 1
+    assert {name for line in one for name in line} == {"timestamp", "input_length", "output_length", "hash_ids"}
     with pytest.raises(FileExistsError):
         Recording(tmp_path / "one", 64, 3)
 

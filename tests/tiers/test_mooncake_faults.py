@@ -98,7 +98,7 @@ def test_a_master_that_does_not_answer_is_waited_for_no_longer_than_set(cluster,
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_pages_of_a_node_that_fails_are_misses_and_the_others_go_on(tiers, how):
     """24 pages on two nodes chosen at random: that each has some is once in eight million tests wrong."""
-    with Cluster(flags=LEAVES_OUT) as cluster:
+    with Cluster(flags=("--default_kv_lease_ttl=60000", "--client_ttl=15")) as cluster:  # no lease ends meanwhile
         tier, memory = tiers(cluster.tier())
         space, keys, others = new_space(), chain("a", 24), chain("b", 24)
         assert write(tier, memory, space, keys) == [Put.STORED] * 24

@@ -11,12 +11,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from mooncake_connector import __version__
+from mooncake_connector.metrics.registry import INDEX, PREFIX, Kind
 from store_client.agent.http.app import App, Request, Response, Route
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
 from store_client.agent.index.requests import QueryByHash, Registration, Unregistration, decode, decode_query
 
-_PREFIX = "mooncake_connector_index"
+_FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 _MAX_REGISTRATION_NBYTES = 64 << 10
 """It is kept as it comes."""
 
@@ -79,23 +80,17 @@ class Figures(Collector):
         self._index, self._app, self._feeds = index, app, feeds
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(f"{_PREFIX}_instances", "Registered ranks of instances", len(self._index.instances))
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_blocks", "Blocks in engines' own memory that events told of", self._index.held.num_blocks
-        )
-        yield CounterMetricFamily(
-            f"{_PREFIX}_without_namespace", "Questions for instances whose pages in the pool are not known by name",
-            self._index.counts["without_namespace"],
-        )  # fmt: skip
-        told = CounterMetricFamily(
-            f"{_PREFIX}_events", "What became of engines' KV events (gaps, restarts, replays, blocks)", labels=["what"]
-        )
-        for what, count in self._feeds.counts.copy().items():
-            told.add_metric([what], count)
-        yield told
-        answers = CounterMetricFamily(
-            f"{_PREFIX}_http_answers", "Answers to requests, by path and status", labels=["path", "status"]
-        )
-        for (path, status), count in self._app.counts.copy().items():
-            answers.add_metric([path or "unknown", str(status)], count)
-        yield answers
+        figures: dict[str, Mapping[tuple[str, ...], float]] = {
+            "instances": {(): len(self._index.instances)},
+            "blocks": {(): self._index.held.num_blocks},
+            "without_namespace": {(): self._index.counts["without_namespace"]},
+            "events": {(what,): count for what, count in self._feeds.counts.copy().items()},
+            "answers": {
+                (path or "unknown", str(status)): count for (path, status), count in self._app.counts.copy().items()
+            },
+        }
+        for metric in INDEX:
+            family = _FAMILIES[metric.kind](f"{PREFIX}{metric.name}", metric.text, labels=metric.labels)
+            for labels, value in figures[metric.figure].items():
+                family.add_metric(labels, value)
+            yield family
