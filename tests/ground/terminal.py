@@ -86,6 +86,11 @@ class Terminal:
         self.read()
         return self.process.returncode
 
+    def printed(self) -> str:
+        """All that it prints until it ends by itself, without escapes."""
+        wait_for(lambda: self.read() is not None and self.process.poll() is not None)
+        return ESCAPE.sub("", self.read())
+
     def _ended(self) -> bool:
         assert self.process.poll() is None, f"it ended: {ESCAPE.sub('', self.read())[-2000:]}"
         time.sleep(0.02)
