@@ -41,7 +41,9 @@ def test_the_doctor_says_in_words_how_the_server_is_doing(shared: Shared, last: 
     shared.server.ask(TEXT, max_tokens=1)
     with Terminal("doctor", "--url", shared.server.url, "--pool", str(shared.pool)) as terminal:
         words = " ".join(terminal.printed().split())
-    assert "MooncakeKVConnector" in words and " prompt tokens" in words and "not in the pool" in words, words
+    assert f"ok server vLLM at {shared.server.url} ok connector it counts" in words
+    assert "prompt tokens beyond the engine's own cache came from the pool" in words, words
+    assert "less than a page: only full pages are stored" in words and "set a smaller page_tokens" in words, words
 
 
 def test_top_draws_what_the_server_does_while_it_does_it(shared: Shared, last: int) -> None:
@@ -57,7 +59,8 @@ def test_top_draws_what_the_server_does_while_it_does_it(shared: Shared, last: i
     with Terminal(*asked) as terminal:
         asking.start()
         try:
-            wait_for(lambda: re.search(r"vLLM .*\d %", terminal.frame()) is not None, "its hit rate on the screen")
+            row = rf"\n:{shared.server.port} vLLM +\d+\.\d% "
+            wait_for(lambda: re.search(row, terminal.frame()) is not None, "its hit rate on the screen")
             assert max(map(len, terminal.frame().splitlines())) <= 80
         finally:
             over.set()

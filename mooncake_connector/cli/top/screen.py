@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -210,9 +211,9 @@ def _bytes_s(nbytes: float) -> str:
 
 
 def _engine_row(one: Engine) -> tuple[str, ...]:
-    name = one.url.removeprefix("http://")
     if one.cause:
-        return (name, one.cause, *[""] * 7)
+        return (one.url.removeprefix("http://"), one.cause, *[""] * 7)
+    name = re.sub(r"^http://(127\.0\.0\.1|localhost)?", "", one.url)  # in 80 columns there is room for a port
     return (
         f"{name} {one.kind}".rstrip(), _share(one.hit_share), _bytes_s(one.load_nbytes_s), _bytes_s(one.save_nbytes_s),
         f"{one.running:,}", f"{one.waiting:,}", f"{one.saved_s_s:.1f} s/s", f"{_number(one.pool_tokens_s)}/s",
