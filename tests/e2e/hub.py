@@ -15,9 +15,9 @@ COMMIT = "a" * 40
 
 @contextmanager
 def hub(repository: str, folder: Path) -> Iterator[str]:
-    """Its address, while it serves the files of a folder, and one that no engine reads, under the repository's name."""
+    """Its address, while it serves a folder, and the weights in another format, under the name of a repository."""
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    files["LICENSE"] = b"what no engine reads"
+    files["pytorch_model.bin"] = b"the same in another format"
     names = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
     about = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
     tree = [{"type": "file", "path": name, "size": len(files[name]), "oid": names[name]} for name in files]

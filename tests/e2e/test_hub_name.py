@@ -21,7 +21,7 @@ def test_what_a_model_named_on_the_hub_computed_is_reused(
         settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONPATH": ""}
         server = start(NAME, *QWEN3_ARGS, env=settings)
     downloaded = tmp_path / "hub" / "models--owner--qwen3" / "snapshots" / COMMIT
-    assert (downloaded / "config.json").exists() and not (downloaded / "LICENSE").exists()
+    assert (downloaded / "config.json").exists() and not (downloaded / "pytorch_model.bin").exists()
     assert server.ask(question.prompt, max_tokens=len(question.answer)).token_ids == question.answer
     Pages(pool, NAME, lambda: server).wait_for(question.prompt)
     server.reset_prefix_cache()

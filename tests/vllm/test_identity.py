@@ -155,7 +155,7 @@ def test_what_has_no_effect_parts_nobody(config: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_repository_of_which_vllm_downloaded_what_it_reads_is_the_model(tmp_path: Path) -> None:
-    """The hub's library knows of more files (LICENSE), and calls the snapshot incomplete."""
+    """The hub's library knows of more files (pytorch_model.bin), and calls the snapshot incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
     from huggingface_hub.errors import IncompleteSnapshotError
@@ -166,7 +166,7 @@ def test_a_repository_of_which_vllm_downloaded_what_it_reads_is_the_model(tmp_pa
     (storage / "refs").mkdir()
     (storage / "refs" / "main").write_text(commit)
     (snapshot / "config.json").write_text("{}")
-    entries = {name: TreeCacheEntry(blob_id=name, size=2) for name in ("config.json", "LICENSE")}
+    entries = {name: TreeCacheEntry(blob_id=name, size=2) for name in ("config.json", "pytorch_model.bin")}
     write_tree_cache(str(storage), commit, entries)
     with pytest.raises(IncompleteSnapshotError):
         snapshot_download("owner/name", cache_dir=tmp_path, local_files_only=True)
