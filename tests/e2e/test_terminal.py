@@ -59,7 +59,7 @@ def test_top_draws_what_the_server_does_while_it_does_it(shared: Shared, last: i
     with Terminal(*asked) as terminal:
         asking.start()
         try:
-            row = rf"\n:{shared.server.port} vLLM +\d+\.\d% "
+            row = rf"\n:{shared.server.url.rpartition(':')[2]} vLLM +\d+\.\d% "
             wait_for(lambda: re.search(row, terminal.frame()) is not None, "its hit rate on the screen")
             assert max(map(len, terminal.frame().splitlines())) <= 80
         finally:
