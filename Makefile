@@ -97,9 +97,9 @@ bench-pd-sglang: BENCH_OPTIONS := --sglang-python $(SGLANG)/bin/python --model .
 bench-routing: dev vllm
 bench-routing: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
 bench-hybrid: dev vllm
+bench-hybrid: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models
 bench-watched: dev vllm
 bench-watched: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
-bench-hybrid: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models
 bench-serve: vllm $(PEER_ENV)/.installed
 bench-serve: BENCH_PYTHON := $(PEER_ENV)/bin/python
 bench-serve: BENCH_OPTIONS := --model .cache/models/qwen3 --dtype float32 --plot docs/images/serve.png

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, make_asgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from mooncake_connector.deploy.asgi import Message, Receive, Send
 from mooncake_connector.deploy.instances import Group
 from mooncake_connector.deploy.prefixes import Prefixes
-from mooncake_connector.metrics.registry import PREFIX, ROUTER, ROUTER_INDEX, Kind
+from mooncake_connector.metrics.families import family
+from mooncake_connector.metrics.registry import ROUTER, ROUTER_INDEX
 
 
 class Measured:
@@ -38,13 +39,12 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in ROUTER:
-            kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-            family = kind(f"{PREFIX}{metric.name}", metric.text, labels=metric.labels)
+            found = family(metric)
             for role, group in self._groups.items():
                 for one in group.instances:
-                    family.add_metric([role, one.url], getattr(one, metric.figure))
-            yield family
-        asked = CounterMetricFamily(f"{PREFIX}{ROUTER_INDEX.name}", ROUTER_INDEX.text, labels=ROUTER_INDEX.labels)
+                    found.add_metric([role, one.url], getattr(one, metric.figure))
+            yield found
+        asked = family(ROUTER_INDEX)
         for outcome, count in (self._prefixes.outcomes if self._prefixes is not None else {}).items():
             asked.add_metric([outcome], count)
         yield asked

@@ -78,7 +78,8 @@ def weights_digest(
             f"the weights of {name!r} came from {source} (load format {load_format!r}), and no file of the model says "
             "what they are: set `model_id` to a name that changes whenever the weights do"
         )
-    path, config = checkpoint_path(name, revision, download_dir), checkpoint_path(name, revision)
+    path = checkpoint_path(name, revision, download_dir)
+    config = path if download_dir is None else checkpoint_path(name, revision)
     return model_digest(path, config=config, patterns=weight_patterns(load_format), cache_dir=default_cache_dir())
 
 

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from mooncake_connector import __version__
-from mooncake_connector.metrics.registry import INDEX, PREFIX, Kind
+from mooncake_connector.metrics.families import family
+from mooncake_connector.metrics.registry import INDEX
 from store_client.agent.http.app import App, Request, Response, Route
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
 from store_client.agent.index.requests import QueryByHash, Registration, Unregistration, decode, decode_query
 
-_FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 _MAX_REGISTRATION_NBYTES = 64 << 10
 """It is kept as it comes."""
 
@@ -90,7 +90,7 @@ class Figures(Collector):
             },
         }
         for metric in INDEX:
-            family = _FAMILIES[metric.kind](f"{PREFIX}{metric.name}", metric.text, labels=metric.labels)
+            found = family(metric)
             for labels, value in figures[metric.figure].items():
-                family.add_metric(labels, value)
-            yield family
+                found.add_metric(labels, value)
+            yield found

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.report import Comparison, Row, row
-from bench.peers.vllm import Engine, version
+from bench.peers.vllm import SERVER_ENV, Engine, version
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.machine import default_folder, describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
@@ -154,15 +154,7 @@ def counted(server: Server) -> CacheTokens:
 @contextlib.contextmanager
 def servers(engine: Engine, scale: Scale, progress: Progress) -> Iterator[tuple[list[Server], Server]]:
     """The instances, and the index that knows of them."""
-    env = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # to empty the caches
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    env = {**SERVER_ENV, "VLLM_SERVER_DEV_MODE": "1"}  # to empty the caches
     progress(f"starting {scale.instances} servers")
     with contextlib.ExitStack() as stack:
         started, endpoints = [], []

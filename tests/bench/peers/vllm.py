@@ -22,6 +22,15 @@ _TTFT_ROUNDS = 9
 _IDLE_ROUNDS = 200
 _IDLE_REQUESTS = 64
 OURS = "MooncakeKVConnector"
+SERVER_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # servers that wait for their turn take no core
+}
+"""For a server with one thread."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.report import Goal, Row, row
-from bench.peers.vllm import OURS, Engine, run_child
+from bench.peers.spread import Spread
+from bench.peers.vllm import OURS, SERVER_ENV, Engine, run_child
 from bench.tiers import mooncake
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError, Progress
@@ -55,15 +56,6 @@ _STEP_TOKENS = 200
 _STEP_REQUESTS = 64
 _LATE = 3
 """Prompts that come while a server answers another one."""
-_RESAMPLED = 2000
-_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # servers that wait for their turn take no core
-}
 _ARGUMENTS = ("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager")
 _WARM_UP = 6
 
@@ -221,32 +213,6 @@ def percentile(taken: Sequence[float], percent: int) -> float:
     return statistics.quantiles(taken, n=100, method="inclusive")[percent - 1]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A figure, and where 95 of 100 such figures lie that are drawn from the same samples."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-    @classmethod
-    def of(cls, ours: Sequence[float], plain: Sequence[float], figure: Callable[[Sequence[float]], float]) -> Spread:
-        """Of ours, less that of `plain` where that has samples; rounds are drawn together where both have as many."""
-        draw = random.Random(0)
-
-        def difference(mine: Sequence[float], other: Sequence[float]) -> float:
-            return figure(mine) - (figure(other) if other else 0.0)
-
-        found = sorted(
-            difference(draw.choices(ours, k=len(ours)), draw.choices(plain, k=len(plain)) if plain else ())
-            for _ in range(_RESAMPLED)
-        )
-        return cls(difference(ours, plain), found[len(found) // 40], found[-1 - len(found) // 40])
-
-
 def first_tokens(
     engine: Engine, transfers: Mapping[str, dict[str, Any]], rounds: int, progress: Progress
 ) -> dict[str, dict[str, list[float]]]:
@@ -259,7 +225,7 @@ def first_tokens(
             (port,) = processes.free_ports(1)
             log = stack.enter_context(tempfile.TemporaryFile())
             command = [*vllm_command(engine.python, engine.model, port, transfer), *_ARGUMENTS]
-            process = stack.enter_context(processes.running(command, log, _ENV, grace_s=0, leave_s=20))
+            process = stack.enter_context(processes.running(command, log, SERVER_ENV, grace_s=0, leave_s=20))
             servers[name] = Server("127.0.0.1", port), process, log
         for server, process, log in servers.values():
             processes.wait_until(server.is_healthy, process, log, _SERVERS_S, "a vLLM server")

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.report import Comparison, Row, row
-from bench.peers.vllm import OURS, Engine, version
+from bench.peers.spread import Spread
+from bench.peers.vllm import OURS, SERVER_ENV, Engine, version
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
@@ -33,14 +34,6 @@ from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, read_shape, t
 NOBODY, TOP, METRICS = "nobody looks", "`top --url`", "/metrics every second"
 _START_S, _LIMIT_S = 600.0, 120.0
 _SCRAPE_S = 1.0
-_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 
 
 @dataclass(frozen=True)
@@ -102,19 +95,13 @@ def rows(found: Mapping[str, Found]) -> list[Row]:
         ]  # fmt: skip
         if of is not alone:
             changes = [100 * (one / other - 1) for one, other in zip(of.cpu_s, alone.cpu_s, strict=True)]
-            low, high = _interval(changes)
+            change = Spread.of(changes, [], statistics.median)
             made += [
-                row(f"{name}: processor time, change by it, median of rounds", statistics.median(changes), "%"),
-                row(f"{name}: where 95 of 100 resampled medians lie, from", low, "%"),
-                row(f"{name}: where 95 of 100 resampled medians lie, to", high, "%"),
+                row(f"{name}: processor time, change by it, median of rounds", change.value, "%"),
+                row(f"{name}: where 95 of 100 resampled medians lie, from", change.low, "%"),
+                row(f"{name}: where 95 of 100 resampled medians lie, to", change.high, "%"),
             ]
     return made
-
-
-def _interval(values: list[float]) -> tuple[float, float]:
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return medians[49], medians[1949]
 
 
 def _window(
@@ -158,8 +145,8 @@ def _server(engine: Engine, pool: Path, scale: Scale, progress: Progress) -> Ite
         *vllm_command(engine.python, engine.model, port, transfer), "--dtype", "float32", "--enforce-eager",
         "--max-model-len", str(longest),
     ]  # fmt: skip
-    with tempfile.TemporaryFile() as log, processes.running(command, log, _ENV, grace_s=0, leave_s=20.0) as process:
-        server = Server("127.0.0.1", port)
+    env, server = SERVER_ENV, Server("127.0.0.1", port)
+    with tempfile.TemporaryFile() as log, processes.running(command, log, env, grace_s=0, leave_s=20.0) as process:
         processes.wait_until(server.is_healthy, process, log, _START_S, server.url)
         yield server, process.pid
 
