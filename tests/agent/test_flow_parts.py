@@ -200,6 +200,15 @@ def test_a_clerk_returns_and_raises_what_it_was_given_in_a_thread_of_its_own():
     assert clerk.run(lambda: "next") == "next", "it goes on"
 
 
+def test_a_clerk_has_the_usual_weight_and_interrupts_nobody():
+    def turn() -> tuple[int, int]:
+        return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+
+    own = turn()
+    assert Clerk("test").run(turn) == (own[0], os.SCHED_BATCH)
+    assert turn() == own
+
+
 def test_a_clerk_that_is_closed_keeps_nobody_waiting():
     clerk = Clerk("test")
     clerk.close()

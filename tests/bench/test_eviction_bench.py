@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bench.peers import eviction
 from bench.peers.traffic import KEPT_BACK, KINDS, documents, made, returns
 from store_client.embedded.policies import POLICIES

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class Figures:
     """The same in a pool without tiers."""
     beside: Sequence[float]
     """A read of a page of 1 MiB while the agent fetches others as fast as it can, each."""
+    beside_plain: Sequence[float]
+    """The same while a plain program reads and hashes as fast as it can."""
     alone: Sequence[float]
 
 
@@ -75,11 +78,11 @@ def measure(folder: Path, *, quick: bool = False) -> Figures:
                 missed = _misses(store, misses)
                 page_us, here_us = _fetched(space, keys, min(_CHAIN, pages))
                 long_page_us, long_here_us = _fetched(space, keys, min(_LONG_CHAIN, pages))
-                alone, beside = _reads(space, keys, turns=1 if quick else 6)
+                alone, beside, beside_plain = _reads(space, keys, where / "disk" / "pages", turns=1 if quick else 6)
         finally:
             with contextlib.suppress(PoolError):
                 ask_to_stop(where / "pool", 30.0)
-    return Figures(page_us, here_us, long_page_us, long_here_us, missed, plain, beside, alone)
+    return Figures(page_us, here_us, long_page_us, long_here_us, missed, plain, beside, beside_plain, alone)
 
 
 def _config(pool: Path, pages: int, disk: Path | None = None) -> Config:
@@ -146,8 +149,9 @@ def _pause() -> float:
     return time.thread_time() - began_s
 
 
-def _reads(space: Space, keys: Sequence[bytes], turns: int) -> tuple[list[float], list[float]]:
-    """Reads of pages of another chain: in quiet, and while all of `keys` are fetched; in turns."""
+def _reads(space: Space, keys: Sequence[bytes], file: Path, turns: int) -> tuple[list[float], ...]:
+    """Reads of pages of another chain: in quiet, while all of `keys` are fetched, and while a program that has nothing
+    of ours reads the tier's file; in turns."""
     hot, target = chain("hot", 8), np.zeros(_NBYTES, dtype=np.uint8)
     _put(space, hot)
 
@@ -163,15 +167,33 @@ def _reads(space: Space, keys: Sequence[bytes], turns: int) -> tuple[list[float]
             taken.append((time.perf_counter() - started_s) * 1e6)
             number += 1
 
-    alone, beside = list[float](), list[float]()
-    for _ in range(turns):
+    def read_for_a_second(taken: list[float]) -> None:
         end_s = time.perf_counter() + 1.0
-        read(alone, lambda end_s=end_s: time.perf_counter() > end_s)
+        read(taken, lambda: time.perf_counter() > end_s)
+
+    alone, beside, beside_plain = list[float](), list[float](), list[float]()
+    for _ in range(turns):
+        read_for_a_second(alone)
+        with _plain_reader(file):
+            read_for_a_second(beside_plain)
         _forget(space, keys)
         space.prefetch(keys, prefill_tokens_s=1.0)
         end_s = time.perf_counter() + _DEADLINE_S
         read(beside, lambda end_s=end_s: space.lookup(keys).pages == len(keys) or time.perf_counter() > end_s)
-    return alone, beside
+    return alone, beside, beside_plain
+
+
+@contextlib.contextmanager
+def _plain_reader(file: Path) -> Iterator[None]:
+    script = Path(__file__).with_name("plain_reader.py")
+    with subprocess.Popen([sys.executable, script, file], stdout=subprocess.PIPE, text=True) as reader:
+        try:
+            assert reader.stdout is not None
+            if not reader.stdout.readline():
+                raise BenchError(f"{script.name} does not run")
+            yield
+        finally:
+            reader.kill()
 
 
 def _forget(space: Space, keys: Sequence[bytes]) -> None:
@@ -209,6 +231,6 @@ if __name__ == "__main__":
         (_CHAIN, found.page_us, found.here_us), (_LONG_CHAIN, found.long_page_us, found.long_here_us)
     ):  # fmt: skip
         print(f"{length} pages a prompt: {page_us:.1f} us of CPU time for a page that was fetched, {here_us:.1f} here")
-    for what in ("plain_miss", "miss", "alone", "beside"):
+    for what in ("plain_miss", "miss", "alone", "beside", "beside_plain"):
         taken = getattr(found, what)
         print(f"{what}: p50 {percentile(taken, 50):.1f} us, p99 {percentile(taken, 99):.1f} us, of {len(taken)}")
