@@ -82,9 +82,10 @@ class Answer:
 class Client:
     port: int
     token: str = ""
+    host: str = "127.0.0.1"
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENT_S)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENT_S)
         sent = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         try:

@@ -1,4 +1,4 @@
-"""Several instances, one pool: with little memory, after a death, and of one rank beside one of two.
+"""Several instances, one pool: of one rank beside one of two.
 
 Tensor-parallel ranks save and load their own halves of pages, and put pages together from those of others.
 """
@@ -6,7 +6,6 @@ Tensor-parallel ranks save and load their own halves of pages, and put pages tog
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,21 +31,7 @@ def one(shared: Shared) -> Server:
 
 
 @pytest.fixture(scope="module")
-def small(one: Server, start: StartServer, qwen3: Path) -> Server:
-    """A server with so little KV memory that it preempts."""
-    return start(qwen3, "--max-model-len", "1024", "--num-gpu-blocks-override", "17")
-
-
-@pytest.fixture(scope="module")
-def left(small: Server, questions: dict[str, Question], pool: Path) -> Question:
-    """What a server computed that was killed since."""
-    computes(small, questions["number 3"], pool)
-    small.kill()
-    return questions["number 3"]
-
-
-@pytest.fixture(scope="module")
-def two(left: Question, start: StartServer, qwen3: Path) -> Server:
+def two(one: Server, start: StartServer, qwen3: Path) -> Server:
     """A server of two ranks beside that of one."""
     return start(qwen3, "--tensor-parallel-size", "2", "--max-model-len", "2048")
 
@@ -85,31 +70,6 @@ def loads(server: Server, question: Question, pool: Path) -> None:
     assert falsified.token_ids != question.answer
 
 
-def test_answers_are_right_under_preemption(small: Server, questions: dict[str, Question], pool: Path) -> None:
-    """Five prompts of 382 tokens fill three blocks of 128 each, and need a fourth after two more tokens.
-
-    Saves may pin a part of so few blocks only, so a crowd's pages are not all saved; those of one request alone are.
-    """
-    crowd = [question for name, question in questions.items() if name.startswith("number")]
-    pages, salt = Pages(pool, small.model, lambda: small), "preemption"
-
-    def answers(question: Question) -> bool:
-        answer = small.ask(question.prompt, max_tokens=len(question.answer), cache_salt=salt)
-        return answer.token_ids == question.answer
-
-    for _ in range(4):
-        with ThreadPoolExecutor(len(crowd)) as threads:
-            assert all(threads.map(answers, crowd))
-        small.reset_prefix_cache()  # every block has come back
-    for question in crowd:
-        assert answers(question)
-        pages.wait_for(question.prompt, cache_salt=salt)
-        small.reset_prefix_cache()
-
-    assert small.metric("vllm:num_preemptions_total") > 0
-    assert small.tokens_from_connector() > 0
-
-
 def test_two_ranks_reuse_their_halves_of_the_pages(
     questions: dict[str, Question], two: Server, pool: Path
 ) -> None:
@@ -130,10 +90,6 @@ def test_instances_of_one_and_two_ranks_read_each_others_pages(
     here, there = (two, one) if writer == "two" else (one, two)
     computes(here, question, pool)
     loads(there, question, pool)
-
-
-def test_another_instance_finds_the_pages_of_one_that_was_killed(left: Question, two: Server, pool: Path) -> None:
-    loads(two, left, pool)
 
 
 @pytest.mark.parametrize("writer", ["two", "one"])
