@@ -65,9 +65,9 @@ class Pages:
         # Seldom: who looks may be in the way of who saves.
         wait_for(are_there, f"{pages} pages of the prompt in the pool", every_s=0.2)
 
-    def remove(self, prompt: Sequence[int], page: int) -> None:
+    def remove(self, prompt: Sequence[int], page: int, **tenant: str | None) -> None:
         """Take page number `page` of `prompt` out of the pool."""
-        key = _keys(prompt)[page]
+        key = _keys(prompt, **tenant)[page]
         with EmbeddedStore(self._path) as store:
             removed = [store.space(info.namespace, info.shard).remove([key]) for info in self._infos(store)]
         assert sum(removed), f"page {page} is not in the pool"

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from agent.asking import Client
 from long_form import LONG
 from mapped import of_mooncake
 
 from e2e.client import Answer
 from e2e.conftest import QWEN3_ARGS
 from e2e.hosts import ENGINE, Agent, Cluster
+from e2e.index import http
 from e2e.network import LOOPBACK, Link, NoNamespaces, device_down, hosts_apart
 from e2e.network import Host as Network
-from e2e.pages import PAGE_TOKENS, wait_for
+from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.process import assert_no_complaints, pool_folder
 from e2e.questions import Question
 from e2e.server import ONE_CORE, Server
@@ -46,6 +48,8 @@ class Host:
     server: Server | SGLangServer
     agent: Agent
     network: Network
+    index: Client
+    """Of the agent, which speaks HTTP beside its own protocol."""
 
 
 class Fleet:
@@ -134,8 +138,9 @@ def network() -> Iterator[tuple[list[Network], Link | None]]:
 
 @pytest.fixture(scope="module")
 def fleet(
-    questions: dict[str, Question], qwen3: Path, logs: Path, network: tuple[list[Network], Link | None]
-) -> Iterator[Fleet]:
+    questions: dict[str, Question], qwen3: Path, logs: Path, network: tuple[list[Network], Link | None],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Fleet]:  # fmt: skip
     (*places, place_of_master), link = network
     with ExitStack() as stack:
         cluster = Cluster(place_of_master, places[:2], logs / "cluster")
@@ -153,9 +158,10 @@ def fleet(
                 server = SGLangServer(qwen3, log=log, pool=pool, env=SGLANG_ONE_CORE | env, **at)
             server.start()
             stack.callback(server.stop)
-            agent = Agent(pool, logs / f"tiers-{number}-agent.log", ENGINE, place)
+            index, settings = http(tmp_path_factory.mktemp("token"), place.control)
+            agent = Agent(pool, logs / f"tiers-{number}-agent.log", ENGINE | settings, place)
             stack.callback(agent.stop)
-            hosts.append(Host(server, agent, place))
+            hosts.append(Host(server, agent, place, index))
         cluster.start()
         for host in hosts:
             host.agent.start(cluster.tier)
@@ -187,6 +193,52 @@ def test_mooncakes_library_is_in_the_agents_and_in_no_process_of_an_engine(fleet
     for host in fleet.hosts:
         assert of_mooncake(host.agent.pid)
         assert not [process for process in host.server.processes() if of_mooncake(process.pid)]
+
+
+def says(host: Host, question: Question, salt: str) -> dict[str, int]:
+    """What the index of a host says of its server, about pages of which nothing is on a device: by medium."""
+    model = host.server.model.name
+    assert "remark" not in host.index.register("here", modelname=model)
+    said = host.index.query(question.prompt, model=model, cache_salt=salt)["default"]["here"]
+    assert (said["GPU"], said["longest_matched"]) == (0, max(said["CPU"], said["DISK"]))
+    return {medium: said[medium] for medium in ("CPU", "DISK")}
+
+
+def test_what_the_index_says_of_the_cluster_is_what_the_server_fetches(fleet: Fleet) -> None:
+    """Each question is one that the host's own pool has never seen."""
+    fleet.wait_until_shared(fleet.first, fleet.second)  # its pages say what the pool calls the model
+    assert says(fleet.second, *fleet.question()) == {"CPU": 0, "DISK": 0}
+
+    def says_and_fetches() -> bool:
+        question, salt = fleet.give(fleet.first)
+        said = says(fleet.second, question, salt)
+        fetched = fleet.ask_in_a_queue(fleet.second, question, salt).cached_tokens
+        return said == {"CPU": fetched, "DISK": 0} and fetched == question.num_full_pages * PAGE_TOKENS
+
+    wait_for(says_and_fetches, "a prompt in the cluster", deadline_s=SHARED_S, every_s=0.0)
+
+
+def test_what_the_index_says_of_a_disk_is_what_the_server_fetches(fleet: Fleet, tmp_path: Path) -> None:
+    """The pool has lost what the disk still has."""
+    host = fleet.second
+    pages = Pages(host.agent.pool, host.server.model)
+
+    def says_and_fetches() -> bool:
+        question, salt = fleet.give(host)
+        if says(host, question, salt)["CPU"] < question.num_full_pages * PAGE_TOKENS:
+            return False  # a save that was given up
+        for page in range(question.num_full_pages):
+            pages.remove(question.prompt, page, cache_salt=salt)
+        host.server.reset_prefix_cache()
+        said = says(host, question, salt)
+        fetched = fleet.ask_in_a_queue(host, question, salt).cached_tokens
+        return said == {"CPU": 0, "DISK": fetched} and fetched == question.num_full_pages * PAGE_TOKENS
+
+    host.agent.restart({"kind": "disk", "path": str(tmp_path / "disk"), "capacity": "256MiB"})
+    try:
+        wait_for(says_and_fetches, "a prompt on the disk", deadline_s=SHARED_S, every_s=0.0)
+    finally:
+        host.agent.restart(fleet.cluster.tier)
 
 
 def test_whatever_is_killed_every_text_is_right(fleet: Fleet) -> None:
