@@ -22,6 +22,7 @@ from e2e.process import ENVIRONMENTS, free_port, pool_folder
 from e2e.questions import draw_tokens
 from e2e.server import Server
 from e2e.sglang_server import ONE_CORE, SGLangServer
+from store_client import EmbeddedStore
 
 __all__ = ["HAS_SGLANG", "Seen", "monitored"]
 
@@ -32,6 +33,8 @@ PROMPT_TOKENS = 5 * PAGE_TOKENS + 40
 """What is no full page the pool does not have, so a transfer brings it."""
 FORGOTTEN = 8
 """So many prompts later the pool has evicted one."""
+CLEARED = 10
+"""After so many rounds the pool is cleared."""
 ROUND_S = 300.0
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -41,6 +44,9 @@ class Seen:
     """What Prometheus has read since `start_s`, seconds since the epoch, while the load goes on."""
 
     prometheus: Prometheus
+    pool: Path
+    urls: list[str]
+    """Of the engines."""
     start_s: float
     loading: Future[None]
 
@@ -91,7 +97,7 @@ def monitored(model: Path, logs: Path, folder: Path) -> Iterator[Seen]:
         threads, stop = stack.enter_context(ThreadPoolExecutor(1)), threading.Event()
         loading = threads.submit(load, prefill, decode, servers[2:], pool, stop)
         try:
-            yield Seen(watcher, time.time(), loading)
+            yield Seen(watcher, pool, [server.url for server in servers], time.time(), loading)
         finally:
             stop.set()
         loading.result(ROUND_S)
@@ -121,6 +127,9 @@ def load(
         if number % 2:
             damage(pool)
             decode.ask(prompt, max_tokens=2)
+        if number % CLEARED == CLEARED - 1:
+            with EmbeddedStore(pool, rebuild=False) as store:
+                store.clear()
 
 
 def damage(pool: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -33,8 +34,10 @@ def _as_a_shell_would() -> None:
 class Terminal:
     """Runs `mooncake-connector ARGUMENTS` while it is entered."""
 
-    def __init__(self, *arguments: str, columns: int = 80, lines: int = 40) -> None:
-        self._arguments = arguments
+    def __init__(
+        self, *arguments: str, columns: int = 80, lines: int = 40, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._arguments, self._environ = arguments, environ or {}
         self._ours, self._theirs = pty.openpty()
         self.resize(columns, lines)
         self.before = termios.tcgetattr(self._theirs)
@@ -45,6 +48,7 @@ class Terminal:
         environ = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             environ.pop(name, None)
+        environ |= self._environ
         self.process = subprocess.Popen(
             command, stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, env=environ,
             preexec_fn=_as_a_shell_would,

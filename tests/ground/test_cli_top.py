@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -168,7 +169,9 @@ def test_a_page_that_is_far_too_long_is_no_answer(monkeypatch):
         assert watch.read(f"{url}/metrics") is None
 
 
-@pytest.mark.parametrize("page", ["<html>It works</html>", "vllm:num_requests_running{ 2", "other_total 7", ""])
+@pytest.mark.parametrize("page", [
+    "<html>It works</html>", "vllm:num_requests_running{ 2", "other_total 7", "", "mooncake_connector_pool_pages 3",
+])  # fmt: skip
 def test_a_page_without_an_engines_metrics_is_said_to_be_none_and_shows_no_zeros(page):
     with serving(lambda: page) as url:
         sources = Sources(None, [url], 0.2)
@@ -176,8 +179,36 @@ def test_a_page_without_an_engines_metrics_is_said_to_be_none_and_shows_no_zeros
         shown = Figures(sources).now()
         sources.close()
     (row,) = [line.plain.split() for line in Screen(100).lines(shown) if line.plain.startswith("127.0.0.1:")]
-    assert row[1:] == ["no", "metrics"]
-    assert Screen(100).line(shown).endswith(f"{url} no metrics")
+    assert row[1:] == ["no", "engine's", "metrics"]
+    assert Screen(100).line(shown).endswith(f"{url} no engine's metrics")
+
+
+@pytest.mark.parametrize("metric, words", [
+    ("vllm:num_requests_running", "no connector"), ("sglang:num_running_reqs", "pool not used"),
+])  # fmt: skip
+def test_an_engine_without_the_connector_is_said_to_be_so_and_shows_no_zeros(metric, words):
+    with serving(lambda: f'{metric}{{engine="0"}} 7.0\n') as url:
+        sources = Sources(None, [url], 0.2)
+        wait_for(lambda: sources.have_answered(2))
+        shown = Figures(sources).now()
+        sources.close()
+    for width in (60, 80, 200):
+        (row,) = [line.plain for line in Screen(width).lines(shown) if line.plain.startswith(":")]
+        assert words in row and "0 B/s" not in row and "0.0" not in row
+    assert Screen(100).line(shown).endswith(f"{url} - {words}")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_once_fails_only_where_none_of_the_engines_says_anything(pool, more):
+    """Which ones, and why, is on stderr; what is known of the pool is on stdout all the same."""
+    silent, page = "http://127.0.0.1:9", 'vllm:num_requests_running{engine="0"} 7.0\n'
+    with EmbeddedStore(pool, CAPACITY), serving(lambda: page) as url, serving(lambda: "<html>") as other:
+        arguments = ("--pool", pool, "--once", "--interval", 0.2, *more)
+        failed = top(*arguments, "--url", silent, "--url", other)
+        in_part = top(*arguments, "--url", silent, "--url", url)
+    assert failed.exit_code == 1 and (json.loads(failed.stdout)["pool"] if more else "of 4.0 MiB" in failed.stdout)
+    assert failed.stderr.splitlines() == [f"error: {silent}: no answer", f"error: {other}: no engine's metrics"]
+    assert (in_part.exit_code, in_part.stderr) == (0, "")
 
 
 def test_a_configured_pool_that_cannot_be_read_is_said_beside_the_engines(tmp_path, monkeypatch):
@@ -320,6 +351,41 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(pool):
         terminal.process.send_signal(signal.SIGCONT)
         wait_for(lambda: terminal.read().rindex(OTHER_SCREEN) > terminal.drawn.rindex(SCREEN_BACK))
         assert terminal.ends(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("columns, lines", [(60, 40), (80, 40), (80, 3), (40, 1)])
+def test_the_screen_fits_a_terminal_of_any_size_the_first_lines_first(pool, columns, lines):
+    terminal = Terminal("top", "--pool", str(pool), "--interval", "0.2", columns=columns, lines=lines)
+    with EmbeddedStore(pool, CAPACITY), terminal:
+        terminal.shows("hit rate" if lines > 1 else "mooncake")
+        frame = terminal.frame().splitlines()
+        assert len(frame) <= lines and max(map(cell_len, frame)) <= columns and frame[0].startswith("mooncake")
+        assert terminal.ends(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("environ, coloured", [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_without_colours_gets_none(tmp_path, environ, coloured):
+    """A pool that cannot be read is red elsewhere."""
+    (tmp_path / "pool").touch()
+    environ = {"MOONCAKE_CONNECTOR_POOL": str(tmp_path / "pool"), **environ}
+    with Terminal("top", "--url", "http://127.0.0.1:9", "--interval", "0.2", environ=environ) as terminal:
+        terminal.shows("no pool")
+        assert OTHER_SCREEN in terminal.drawn
+        assert bool(re.search(r"\x1b\[(?:[0-9]+;)*[349][0-7][;m]", terminal.drawn)) is coloured
+        assert terminal.ends(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("once", [[], ["--once"]])
+def test_a_dumb_terminal_gets_words_alone(pool, once):
+    with EmbeddedStore(pool, CAPACITY):
+        arguments = ("top", "--pool", str(pool), "--interval", "0.2", *once)
+        with Terminal(*arguments, environ={"TERM": "dumb"}) as terminal:
+            if once:
+                assert "since the pool was made" in terminal.printed()
+            else:
+                wait_for(lambda: terminal.read().count("fill 0.0%") >= 2)
+                assert terminal.ends(signal.SIGTERM) == 0
+            assert "\x1b" not in terminal.drawn
 
 
 def test_where_stdout_is_no_terminal_there_is_a_line_for_each_interval(pool):

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.live import NoFigures, base_of
-from mooncake_connector.cli.output import Json, PoolFolder, print_json
+from mooncake_connector.cli.output import EXIT_FAILED, Json, PoolFolder, print_error, print_json
 from mooncake_connector.cli.top.figures import Figures
 from mooncake_connector.cli.top.screen import Screen, draws_bars
 from mooncake_connector.cli.top.sources import Sources
@@ -48,7 +48,8 @@ def top(
 
     It reads the pool's own files, takes no lock that an engine waits for, and needs no server. Engines given with --url
     are asked for their metrics: requests, seconds of prefill saved, transfers by transport.
-    Where stdout is no terminal there is a line for each interval.
+    Where stdout is no terminal there is a line for each interval. `--once` ends with exit code 1 where the pool cannot
+    be read, or none of the engines says anything.
 
     \b
     Examples:
@@ -97,10 +98,14 @@ def _show_once(sources: Sources, as_json: bool) -> None:
         raise PoolError(shown.cause or f"pool {shown.pool} was not read in time")
     if as_json:
         print_json(shown.to_dict())
-        return
-    console = _console()
-    for line in _screen(console).lines(shown):
-        console.print(line, soft_wrap=True)
+    else:
+        console = _console()
+        for line in _screen(console).lines(shown):
+            console.print(line, soft_wrap=True)
+    if shown.engines and all(one.cause for one in shown.engines):
+        for one in shown.engines:
+            print_error(f"{one.url}: {one.cause}")
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _show_live(sources: Sources, interval_s: float) -> None:

@@ -34,6 +34,8 @@ class Engine:
     cause: str = ""
     """Why it says nothing; the rest is nothing then."""
     kind: str = ""
+    has_connector: bool = True
+    """Whether there are figures of ours; else all of pool, transfers and failures is nothing."""
     running: int = 0
     waiting: int = 0
     hit_share: float | None = None
@@ -252,6 +254,7 @@ def _engine(url: str, asking: Asking[Series]) -> Engine:
     return Engine(
         url,
         kind=kind,
+        has_connector=any(name.startswith(ours) for name in now),
         running=count("vllm:num_requests_running" if is_vllm else "sglang:num_running_reqs"),
         waiting=count("vllm:num_requests_waiting" if is_vllm else "sglang:num_queue_reqs"),
         hit_share=min(1.0, hits / asked) if asked > 0 else None,

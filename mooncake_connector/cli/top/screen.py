@@ -83,7 +83,7 @@ class Screen:
             f"fill {_share(_fill(shown.stats))}",
             f"evicted {_number(rates.get('evicted_pages', 0))}/s",
         ]  # fmt: skip
-        engines = [f"{clean(one.url)} {clean(one.cause) or _share(one.hit_share)}" for one in shown.engines]
+        engines = [f"{clean(one.url)} {clean(one.cause) or _engine_words(one)}" for one in shown.engines]
         return "  ".join([_clock(shown), *pool, *engines])
 
     def _head(self, shown: Shown) -> list[Text]:
@@ -210,14 +210,25 @@ def _bytes_s(nbytes: float) -> str:
     return f"{human_nbytes(int(nbytes))}/s"
 
 
+def _engine_words(one: Engine) -> str:
+    return _share(one.hit_share) + ("" if one.has_connector else f" {_without(one)}")
+
+
+def _without(one: Engine) -> str:
+    """What there is instead of a connector's figures; SGLang shows none before the pool is first asked."""
+    return "no connector" if one.kind == "vLLM" else "pool not used"
+
+
 def _engine_row(one: Engine) -> tuple[str, ...]:
     if one.cause:
         return (one.url.removeprefix("http://"), one.cause, *[""] * 7)
     name = re.sub(r"^http://(127\.0\.0\.1|localhost)?", "", one.url)  # in 80 columns there is room for a port
+    head, asked = (f"{name} {one.kind}".rstrip(), _share(one.hit_share)), (f"{one.running:,}", f"{one.waiting:,}")
+    if not one.has_connector:
+        return *head, _without(one), "-", *asked, "-", "-", "-"
     return (
-        f"{name} {one.kind}".rstrip(), _share(one.hit_share), _bytes_s(one.load_nbytes_s), _bytes_s(one.save_nbytes_s),
-        f"{one.running:,}", f"{one.waiting:,}", f"{one.saved_s_s:.1f} s/s", f"{_number(one.pool_tokens_s)}/s",
-        f"{int(sum(one.failures.values())):,}",
+        *head, _bytes_s(one.load_nbytes_s), _bytes_s(one.save_nbytes_s), *asked, f"{one.saved_s_s:.1f} s/s",
+        f"{_number(one.pool_tokens_s)}/s", f"{int(sum(one.failures.values())):,}",
     )  # fmt: skip
 
 

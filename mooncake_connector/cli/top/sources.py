@@ -127,8 +127,8 @@ def _metrics(url: str) -> Series:
         series = series_in(text)
     except Exception:  # of a page that is none of metrics
         series = {}
-    if not series:
-        raise PoolError("no metrics")
+    if not any(name.startswith(_OTHERS) for name in series):
+        raise PoolError("no engine's metrics")
     return series
 
 
