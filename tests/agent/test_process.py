@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent.asking import free_port
 from agent.stand_in import CAPACITY, configured, settled, tiered, until
 from causes import forget_causes
 from long_form import LONG
@@ -34,6 +35,8 @@ from store_client.agent.tiered import TieredStore
 from store_client.agent.visit import ask_report, ask_to_stop
 from store_client.testing import DEADLINE_S, PAGE_NBYTES, SHARD, chain, namespace, put_chain
 
+LISTENS = "0A"
+"""The kernel's word for it."""
 KILLS = 100 if LONG else 3
 ENGINE = """
 import os, sys, time
@@ -134,6 +137,36 @@ def test_the_first_store_starts_an_agent_that_inherits_nothing_and_outlives_it(p
     opened = [os.readlink(entry) for entry in (process / "fd").iterdir() if entry.exists()]
     assert str(tmp_path / "engines") not in opened
     until(lambda: users_of(pool) == 0)
+
+
+@pytest.mark.usefixtures("config")  # which ends the agent
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_neither_agent_nor_engine_listens_at_a_tcp_port_that_was_not_asked_for(pool, tmp_path, is_asked_for):
+    ports = {free_port()} if is_asked_for else set()
+    program = f"""
+    tiers = [{{"kind": "disk", "path": disk, "capacity": "64MiB"}}]
+    config = configured(pool, agent=mode, tiers=tiers, agent_http_port={next(iter(ports), None)})
+    with tiered(pool, config):
+        print("ready", flush=True)
+        sys.stdin.read()
+    """
+    with engine(pool, tmp_path, program) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        agent = pid_of(pool)
+        until(lambda: listens_at(agent) >= ports)
+        assert (listens_at(agent), listens_at(process.pid)) == (ports, set())
+
+
+def listens_at(pid: int) -> set[int]:
+    """TCP ports, by the process's own sockets."""
+    process, found = Path(f"/proc/{pid}"), set()
+    sockets = {os.readlink(entry) for entry in (process / "fd").iterdir() if os.path.lexists(entry)}
+    for table in ("tcp", "tcp6"):
+        for line in (process / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
 
 
 def ancestors(pid: int) -> list[int]:

@@ -287,6 +287,13 @@ def test_no_line_is_wider_than_the_terminal(shown, width, bars):
 
 
 @given(pools, st.integers(40, 200))
+@pytest.mark.parametrize("width", [60, 80])
+def test_why_there_is_no_pool_is_said_to_its_end(width):
+    cause = "pool folder /a/pool does not exist: an engine creates its pool when it starts, and `pool` says where"
+    shown = Shown(0.0, None, None, cause, 0.0, 0.0, {}, [], None, None, [], "", [])
+    assert cause in " ".join(" ".join(line.plain.split()) for line in Screen(width).lines(shown))
+
+
 def test_what_matters_is_there_at_any_width(stats, width):
     shown = Shown(0.0, "/pool", stats, "", 0.0, 2.0, {}, [0.5], None, [], [], "", [])
     text = "\n".join(line.plain for line in Screen(width).lines(shown))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from mooncake_connector.cli.columns import clean
+from mooncake_connector.cli.columns import clean, folded
 from mooncake_connector.cli.output import human_seconds
 from mooncake_connector.cli.tables import place_of, tier_state
 from mooncake_connector.cli.top.figures import Engine, Shown, Tier
@@ -52,7 +52,7 @@ class Screen:
         if shown.stats is not None:
             parts.append(self._pool(shown, shown.stats))
         elif shown.pool is not None or shown.cause:
-            parts.append(self._row("no pool", [f"{shown.cause or 'not read yet'}"], "bold red"))
+            parts.append(self._row("no pool", self._folded(shown.cause or "not read yet"), "bold red"))
             if shown.pool is not None and shown.cause:
                 parts.append(self._row("", [f"for {human_seconds(shown.gone_s)}; looked for again and again"]))
         if shown.engines:
@@ -63,7 +63,7 @@ class Screen:
         if shown.tiers:
             parts.append(self._table("Tiers", _TIERS, [_tier_row(one) for one in shown.tiers]))
         elif shown.agent_cause:
-            parts.append(self._row("tiers", [shown.agent_cause]))
+            parts.append(self._row("tiers", self._folded(shown.agent_cause)))
         if shown.users is not None and shown.stats is not None:
             title = f"Processes: {len(shown.users)}" if shown.users else "No process has the pool open"
             parts.append(self._table(title, ("process", "for>", "command"), [_user_row(user) for user in shown.users]))
@@ -136,6 +136,9 @@ class Screen:
             Text.assemble((set_cell_size(name, _LABEL), style or "bold"), line)
             for name, line in zip(labels, lines, strict=True)
         ]
+
+    def _folded(self, text: str) -> list[str]:
+        return folded(text, self._width - _LABEL)
 
     def _table(self, title: str, headings: Sequence[str], rows: Rows) -> list[Text]:
         """Rows under headings. Columns that do not fit are left out from the right; the first and the last one that is
