@@ -6,6 +6,8 @@ the folder of a small model, takes about two minutes.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 import tempfile
 import time
@@ -19,7 +21,7 @@ from mooncake_connector.cli.top.figures import Figures, Shown
 from mooncake_connector.cli.top.screen import Screen
 from mooncake_connector.cli.top.sources import Sources
 
-WIDTH, RECORDED_S, MOST_S, INTERVAL_S = 120, 60.0, 150.0, 2.0
+WIDTH, RECORDED_S, MOST_S, INTERVAL_S = 100, 60.0, 150.0, 2.0
 
 
 def record(seen: Seen, to: Path) -> None:
@@ -31,12 +33,20 @@ def record(seen: Seen, to: Path) -> None:
         seen.check()
         figures.now()
         time.sleep(INTERVAL_S / 5)
-    shown = figures.now()
+    shown = without_folders(figures.now())
     sources.close()
     console = Console(width=WIDTH, record=True, file=StringIO(), force_terminal=True, highlight=False)
     for line in Screen(WIDTH).lines(shown):
         console.print(line, soft_wrap=True)
     to.write_text(console.export_svg(title="mooncake-connector top", unique_id="top"), "utf-8")
+
+
+def without_folders(shown: Shown) -> Shown:
+    """Commands as from the folder of the environments, without this machine's paths."""
+    users = [
+        dataclasses.replace(user, command=re.sub(r"\S*/(\.venvs?/)", r"\1", user.command)) for user in shown.users or ()
+    ]
+    return dataclasses.replace(shown, users=users)
 
 
 def is_busy(shown: Shown) -> bool:
