@@ -145,7 +145,7 @@ def test_neither_agent_nor_engine_listens_at_a_tcp_port_that_was_not_asked_for(p
     ports = {free_port()} if is_asked_for else set()
     program = f"""
     tiers = [{{"kind": "disk", "path": disk, "capacity": "64MiB"}}]
-    config = configured(pool, agent=mode, tiers=tiers, agent_http_port={next(iter(ports), None)})
+    config = configured(pool, agent=mode, tiers=tiers, agent_http_port={next(iter(ports), 0)})
     with tiered(pool, config):
         print("ready", flush=True)
         sys.stdin.read()
