@@ -286,7 +286,6 @@ def test_no_line_is_wider_than_the_terminal(shown, width, bars):
         assert cell_len(line.plain) <= width and "\n" not in line.plain and "\x1b" not in line.plain
 
 
-@given(pools, st.integers(40, 200))
 @pytest.mark.parametrize("width", [60, 80])
 def test_why_there_is_no_pool_is_said_to_its_end(width):
     cause = "pool folder /a/pool does not exist: an engine creates its pool when it starts, and `pool` says where"
@@ -294,6 +293,7 @@ def test_why_there_is_no_pool_is_said_to_its_end(width):
     assert cause in " ".join(" ".join(line.plain.split()) for line in Screen(width).lines(shown))
 
 
+@given(pools, st.integers(40, 200))
 def test_what_matters_is_there_at_any_width(stats, width):
     shown = Shown(0.0, "/pool", stats, "", 0.0, 2.0, {}, [0.5], None, [], [], "", [])
     text = "\n".join(line.plain for line in Screen(width).lines(shown))
