@@ -169,7 +169,8 @@ environment of their own will do (`python -m venv routers && routers/bin/pip ins
 that was restarted only minutes later; `--health-check-interval-secs` in `router.flags` changes that.
 
 Run with real engines, on the CPU: vLLM 1P1D with `builtin`, vLLM 2P1D with `builtin` in both orders and with
-`vllm-router`, SGLang 1P1D with `builtin` and with `sglang-router`.
+`vllm-router`, two instances of vLLM without prefill with the policy `conductor`, by its history and by the agent's
+index, SGLang 1P1D with `builtin` and with `sglang-router`.
 
 ### Compose and Kubernetes
 `--render` prints the same deployment for other systems, with the commands of `up`, and starts nothing. Its first lines

@@ -66,9 +66,11 @@ class Way:
     engine: str
     num_prefills: int
     router: str
+    num_decodes: int = 1
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.num_prefills}P1D-{self.router.replace('kind: ', '').replace(', order: ', '-')}"
+        router = self.router.replace("kind: ", "").replace(", order: ", "-")
+        return f"{self.engine}-{self.num_prefills}P{self.num_decodes}D-{router}"
 
     @property
     def is_of_others(self) -> bool:
@@ -81,7 +83,7 @@ class Way:
 engine: {self.engine}
 model: {checkpoint("smollm2")}
 {_ENGINES[self.engine]}prefill: {{count: {self.num_prefills}, port: {ports["prefill"]}}}
-decode: {{port: {ports["decode"]}}}
+decode: {{count: {self.num_decodes}, port: {ports["decode"]}}}
 router: {{{self.router}, port: {ports["router"]}{more}}}
 logs: {logs}
 silence_deadline_s: {SILENCE_DEADLINE_S}
@@ -102,7 +104,8 @@ class Deployed(HttpClient):
 
     def __init__(self, way: Way, folder: Path, logs: Path) -> None:
         self.way = way
-        self.ports = {"prefill": _row_of_ports(way.num_prefills), "decode": free_port(), "router": free_port()}
+        counts = {"prefill": way.num_prefills, "decode": way.num_decodes, "router": 1}
+        self.ports = {role: _row_of_ports(count) for role, count in counts.items()}
         super().__init__("127.0.0.1", self.ports["router"], timeout_s=LIMIT_S)
         self._file, self._output = folder / "deployment.yaml", folder / "output"
         self._file.write_text(way.file(self.ports, logs))
@@ -146,14 +149,14 @@ class Deployed(HttpClient):
         """All that came of `up`; whatever loses its parent below it stays below it."""
         return psutil.Process(self.up.pid).children(recursive=True)
 
-    def decode_server(self) -> psutil.Process:
+    def decode_server(self, number: int = 0) -> psutil.Process:
         """The engine's first process, below its keeper."""
-        port = str(self.ports["decode"])
+        port = str(self.ports["decode"] + number)
         return next(one for one in self.processes() if port in (line := one.cmdline()) and "-m" in line[:3])
 
     def wait_until_moved(self, role: str, nbytes: int) -> None:
         """For all instances of a role to have sent or fetched as much KV in all, and each some, as `up` shows it."""
-        count = self.way.num_prefills if role == "prefill" else 1
+        count = self.way.num_prefills if role == "prefill" else self.way.num_decodes
         urls = [f"http://127.0.0.1:{self.ports[role] + number}" for number in range(count)]
         watches = [Watch(url, self.way.engine) for url in urls]
 
