@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import json
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -150,6 +151,22 @@ def test_a_client_that_floods_one_prefix_gets_more_than_one_instance(proxied):
         connection.close()
 
 
+def test_a_long_conversation_outlives_all_instances_and_clients_are_told_meanwhile(proxied):
+    proxy = proxied(*VLLM, *CONDUCTOR, plain=True)
+    long = {**BODY, "prompt": [7] * 100_000}
+    (began,) = {proxy.ask(long)[1]["by"] for _ in range(3)}
+    first, other = sorted(proxy.decodes, key=lambda one: one.name != began)
+    first.healthy = other.healthy = False
+    wait_until(lambda: proxy.get("/health")[0] == 503, "the proxy to say so")
+    status, answer = proxy.ask(long)
+    assert status == 503 and "no decode instance answers" in answer["error"]["message"]
+    other.healthy = True
+    wait_until(proxy.is_well, "one that is back")
+    assert [proxy.ask(long)[1]["by"] for _ in range(2)] == [other.name] * 2
+    first.healthy = True
+    wait_until(lambda: proxy.ask(long)[1]["by"] == began, "the other that is back, which has it as well")
+
+
 def test_the_index_is_asked_for_the_tokens_of_an_instance(proxied, conductor, tmp_path):
     (tmp_path / "token").write_text("as long as it has to be\n")
     (tmp_path / "token").chmod(0o600)
@@ -248,6 +265,17 @@ def test_what_no_instance_tokenizes_says_nothing_about_the_index(conductor):
     prompts, outcomes = found(work, conductor.url)
     assert prompts == [Prompt(2)] * 4 + [Prompt(1)] * 5
     assert outcomes == {"tokenize_unreachable": 4, "index_refused": 4, "nothing_to_ask": 2, "answered": 1}
+
+
+def test_an_instance_that_never_tokenizes_costs_the_deadline_and_no_more(conductor):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_one = Instance(f"http://127.0.0.1:{silent.getsockname()[1]}", failures=0)
+
+        async def work(index: Index, among: list[Instance]) -> Any:
+            body = {"model": "m", "prompt": "abcdefgh"}
+            return [await index.find(body, {}, [silent_one]) for _ in range(4)], index.outcomes
+
+        assert found(work, conductor.url, deadline_s=0.1) == ([Prompt(2)] * 4, {"tokenize_late": 4})
 
 
 def test_the_agents_index_knows_who_reads_the_pool(proxied, pool):
