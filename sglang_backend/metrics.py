@@ -14,6 +14,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.metrics.registry import PREFIX, SGLANG, Kind, Metric
 from mooncake_connector.misses import Miss
+from sglang_backend.speed import prefill_speed
 from transfer.protocol.orders import Ending
 from transfer.protocol.outgoing import Outgoing
 
@@ -91,6 +92,8 @@ class Metrics:
         if self._enabled and tokens:
             _metrics()["queried_tokens"].inc(tokens)
             _metrics()["hit_tokens"].inc(tokens)
+            if prefill_speed.tokens_s:
+                _metrics()["prefill_seconds_saved"].inc(tokens / prefill_speed.tokens_s)
 
     @contained(nothing)
     def missed(self, why: Miss, tokens: int) -> None:

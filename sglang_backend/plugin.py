@@ -25,7 +25,7 @@ from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, request_lines
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, request_lines, speed
 from sglang_backend.calls import our_backend
 from sglang_backend.pd import offer, prompts
 from sglang_backend.targets import Target, in_force, misfits, place
@@ -51,6 +51,7 @@ def install() -> None:
     _offer("transfer backend", offer.TARGETS, offer.install)
     _compare_prompts()
     _log_requests()
+    _measure_prefill()
 
 
 def _offer(what: str, targets: Sequence[Target], install: Callable[[bool], None]) -> None:
@@ -76,7 +77,8 @@ def _compare_prompts() -> None:
     if found := misfits(prompts.TARGETS):
         logger.warning(
             "prefill and decode do not compare prompts in SGLang %s: %s; of two requests that are given one room, "
-            "one may get the KV of the other", sglang.__version__, "; ".join(found),
+            "one may get the KV of the other, and no transfer has a line of its own",
+            sglang.__version__, "; ".join(found),
         )  # fmt: skip
     else:
         place(prompts.TARGETS)
@@ -88,6 +90,16 @@ def _log_requests() -> None:
         logger.warning("no request has a line of its own in SGLang %s: %s", sglang.__version__, "; ".join(found))
     else:
         place(request_lines.TARGETS)
+
+
+def _measure_prefill() -> None:
+    if found := misfits(speed.TARGETS):
+        logger.warning(
+            "how fast SGLang %s prefills is not known, and prefill_seconds_saved stays 0: %s",
+            sglang.__version__, "; ".join(found),
+        )  # fmt: skip
+    else:
+        place(speed.TARGETS)
 
 
 def _offer_storage(take_over: bool) -> None:

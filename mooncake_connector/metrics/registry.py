@@ -88,6 +88,13 @@ EVICTED = (
     ),
 )
 
+PREFILL_SECONDS_SAVED = _counter(
+    "prefill_seconds_saved",
+    "Seconds that computing hit_tokens would have taken: each hit's tokens over the prefill speed that this engine "
+    "had measured of itself by then (about the last ten steps of prefill). Hits before the first such step count "
+    "as none, and what loading took is not subtracted",
+)
+
 TLS_PROCESS_ENDS = _counter(
     "tls_process_ends", "Times that the process that does TLS ended by itself, and what went over TLS with it", "how"
 )
@@ -120,12 +127,7 @@ VLLM = (
     ),
     MISS_TOKENS,
     *EVICTED,
-    _counter(
-        "prefill_seconds_saved",
-        "Seconds that computing hit_tokens would have taken: each hit's tokens over the prefill speed that this engine "
-        "had measured of itself by then (about the last ten steps of prefill). Hits before the first such step count "
-        "as none, and loading took load_seconds of it",
-    ),
+    PREFILL_SECONDS_SAVED,
     _counter("load_bytes", "Bytes loaded from the pool into KV blocks"),
     _counter("load_seconds", "Seconds from the submission of a load to its end"),
     _counter("loads", "Loads that ended, well or not"),
@@ -169,6 +171,7 @@ SGLANG = (
     _counter("hit_tokens", "Prompt tokens that were loaded from the pool"),
     MISS_TOKENS,
     *EVICTED,
+    PREFILL_SECONDS_SAVED,
     LOAD_DURATION,
     SAVE_DURATION,
     _counter("failures", "Operations that failed", "operation", "cause"),

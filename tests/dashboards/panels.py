@@ -52,6 +52,11 @@ def in_all(selector: str) -> str:
     return f"sum(increase({selector}[{OVER_ALL}]))"
 
 
+def of_both(counter: str) -> str:
+    """Of both kinds of engine over the time that is shown, also where there is one alone."""
+    return " + ".join(f"({in_all(of(counter))} or vector(0))" for of in (vllm, sglang))
+
+
 def quantiles(of: Names, histogram: str, engine: str) -> list[Query]:
     buckets = a_second(of(histogram, suffix="_bucket"), "le")
     return [
@@ -76,8 +81,8 @@ HITS = Row(
         ),
         Panel(
             "Prefill saved", "number", SECONDS,
-            "Seconds of prefill that hits saved: their tokens over the speed that each vLLM measured of itself.",
-            [Query(in_all(vllm("prefill_seconds_saved")), "saved")], 4,
+            "Seconds of prefill that hits saved: their tokens over the speed that each engine measured of itself.",
+            [Query(of_both("prefill_seconds_saved"), "saved")], 4,
         ),
         Panel(
             "Tokens from the pool", "number", NUMBER, "Prompt tokens that vLLM loaded instead of computing them.",
@@ -89,7 +94,7 @@ HITS = Row(
         ),
         Panel(
             "Failures", "number", NUMBER, "Loads, saves and transfers that failed; each was answered by computing.",
-            [Query(" + ".join(f"({in_all(of('failures'))} or vector(0))" for of in (vllm, sglang)), "failed")], 4,
+            [Query(of_both("failures"), "failed")], 4,
         ),
         Panel(
             "Tiers down", "number", NUMBER, "Tiers that are left alone after failures.",
@@ -127,7 +132,10 @@ HITS = Row(
         Panel(
             "Prefill seconds saved", "lines", NUMBER,
             "Seconds of prefill saved in each second, by instance: 1 is what one more such instance would compute.",
-            [Query(a_second(vllm("prefill_seconds_saved"), "instance"), "{{instance}}")], 12,
+            [
+                Query(a_second(vllm("prefill_seconds_saved"), "instance"), "vLLM, {{instance}}"),
+                Query(a_second(sglang("prefill_seconds_saved"), "instance"), "SGLang, {{instance}}"),
+            ], 12,
         ),
     ],
 )  # fmt: skip

@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 import vllm_plugin
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.metrics.registry import VLLM, Kind
+from mooncake_connector.prefill_speed import PrefillSpeed
 from store_client.embedded import registry as pools
 from vllm_plugin.connector import MooncakeKVConnector
-from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.stats import ConnectorStats
 
 OTHER = list(range(200, 300))

@@ -22,9 +22,9 @@ import store_client.agent.clients as clients
 import store_client.jobs
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
+from mooncake_connector.prefill_speed import PrefillSpeed
 from store_client.base import Lookup
 from vllm_plugin.prefix.lookups import Lookups
-from vllm_plugin.prefix.speed import PrefillSpeed
 
 KEYS = page_keys(PROMPT, 16)
 OTHER = list(range(200, 300))
@@ -331,7 +331,7 @@ def test_a_store_that_cannot_be_told_costs_nothing(start: Start, faults: Faults)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = type("Clock", (), {"now_s": 100.0})()
-    monkeypatch.setattr("vllm_plugin.prefix.speed.time", type("Time", (), {"monotonic": lambda: clock.now_s}))
+    monkeypatch.setattr("mooncake_connector.prefill_speed.time", type("Time", (), {"monotonic": lambda: clock.now_s}))
     return clock
 
 

@@ -22,7 +22,7 @@ from vllm_plugin.messages import Timing, WorkerReport
 from vllm_plugin.prefix.kept import Keeper
 
 if TYPE_CHECKING:
-    from vllm_plugin.prefix.speed import PrefillSpeed
+    from mooncake_connector.prefill_speed import PrefillSpeed
     from vllm_plugin.prefix.tracked import Offer, Tracked
     from vllm_plugin.stats import ConnectorStats
 

@@ -16,6 +16,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.misses import Miss
+from mooncake_connector.prefill_speed import PrefillSpeed
 from store_client.base import Store
 from store_client.missing import fate_of
 from store_client.open import open_in_background
@@ -32,7 +33,6 @@ from vllm_plugin.prefix.kept import Keeper
 from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.sizes import log_sizes
-from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.prefix.states import StatePlanner
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats

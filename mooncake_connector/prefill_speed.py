@@ -1,4 +1,4 @@
-"""How fast this instance computes prompts: what the speed of a tier is weighed against."""
+"""How fast this instance computes prompts: what hits save, and what the speed of a tier is weighed against."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _KEPT = 0.9
 
 class PrefillSpeed:
     """Tokens a second, from the planning of a step to its output. Steps that compute hardly more than one token a
-    request do not count.
+    request do not count. An adapter calls `planned` and `computed`, or `over` alone.
 
     Args:
         least_tokens: beyond one a request: what makes a step one of prefill.
         in_flight: steps that may be planned before the output of the first of them is there, and that one.
     """
 
-    def __init__(self, least_tokens: int, in_flight: int) -> None:
+    def __init__(self, least_tokens: int, in_flight: int = 1) -> None:
         self._least_tokens = least_tokens
         self._steps: deque[tuple[float, int]] = deque(maxlen=in_flight)
         self._tokens = self._seconds = 0.0
@@ -33,14 +33,22 @@ class PrefillSpeed:
 
     def planned(self, num_tokens: int, num_requests: int) -> None:
         """A step was planned, of so many tokens."""
-        fills = num_tokens >= num_requests + self._least_tokens
-        self._steps.append((time.monotonic(), num_tokens if fills else 0))
+        self._steps.append((time.monotonic(), self._filling(num_tokens, num_requests)))
 
     def computed(self) -> None:
         """The output of the oldest step is there, which began when the one before it was over."""
-        if not self._steps:
-            return
-        planned_s, num_tokens = self._steps.popleft()
+        if self._steps:
+            self._count(*self._steps.popleft())
+
+    def over(self, planned_s: float, num_tokens: int, num_requests: int) -> None:
+        """The output of a step is there that was planned at `planned_s` (`time.monotonic`)."""
+        self._count(planned_s, self._filling(num_tokens, num_requests))
+
+    def _filling(self, num_tokens: int, num_requests: int) -> int:
+        """0 where the step is none of prefill."""
+        return num_tokens if num_tokens >= num_requests + self._least_tokens else 0
+
+    def _count(self, planned_s: float, num_tokens: int) -> None:
         began_s, self._free_s = max(planned_s, self._free_s), time.monotonic()
         self.step_s = self._free_s - began_s
         if num_tokens and self._free_s > began_s:
