@@ -65,8 +65,8 @@ _WORDS = {
         "nothing for the end of a prompt; where all prompts are this short, set a smaller page_tokens (16 at least)",
     ),
     Miss.BELOW_MIN_HIT: Words(
-        "shorter than min_hit_tokens, which are computed instead of loaded",
-        "set a smaller min_hit_tokens, or leave it out for one page",
+        "shorter than min_hit_tokens, or SGLang's prefetch_threshold, which are computed instead of loaded",
+        "set a smaller min_hit_tokens, or leave it out for one page; in SGLang also a smaller prefetch_threshold",
     ),
     Miss.NEVER_STORED: Words(
         "not in the pool, and the pool does not remember that it ever was",

@@ -43,8 +43,10 @@ from sglang_backend.calls import first_slots, page_keys, parent_key
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, opaque_pool
 from sglang_backend.metrics import Metrics
+from sglang_backend.missed import Missed
 from sglang_backend.page_hashes import compile_early
 from sglang_backend.plugin import hooked
+from sglang_backend.records import Records
 from sglang_backend.states import longest, look_for_states, restorable
 from sglang_backend.stored_pool import Movers, StoredPool
 from sglang_backend.weights import in_memory
@@ -98,8 +100,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._store: BackgroundStore | None = None
         self._movers = Movers()
         self._kv: StoredPool | None = None
-        self.first_miss: Miss | None = None
-        """Why the first page of a prompt was missing; SGLang looks up, and loads, one at a time in a thread each."""
+        self.missed = Missed()
+        self.records = Records(lambda: (self._store, self._kv, self._current_namespace()))
         self.loaded_tokens = 0
         """Of prompts, so far."""
         self.last_asked: Any = None
@@ -188,9 +190,10 @@ class MooncakeConnectorStorage(HiCacheStorage):
         Of one prompt those further on come first.
         """
         if pages > 0 and self._kv is not None:
-            self.first_miss = why
+            tokens = pages * self._kv.pages.page_slots
+            self.missed.note(why, tokens)
             if self._counts_lookups:
-                self.metrics.missed(why, pages * self._kv.pages.page_slots)
+                self.metrics.missed(why, tokens)
 
     @contained(PoolTransferResult.empty)
     def batch_exists_v2(
@@ -344,11 +347,15 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def _is_asked(self) -> bool:
         return self.asked() and not self.hurried
 
+    def _current_namespace(self) -> Namespace | None:
+        """None while the model has no name yet."""
+        return None if self._namespace is None else in_memory.of(self._namespace)
+
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
-        if self._store is None or self._namespace is None:
+        namespace = self._current_namespace()
+        if self._store is None or namespace is None:
             return None
-        namespace = in_memory.of(self._namespace)
         return self._store.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
 
     def _other(self, transfer: PoolTransfer) -> StoredPool | None:

@@ -1,4 +1,5 @@
-"""Hooks around SGLang's lookups and loads of a prompt: where `log_requests` is set, each has one line in the log.
+"""Hooks around SGLang's lookups and loads of a prompt: where `log_requests` is set, each has one line in the log, and
+is left in the pool (`store_client/kept.py`).
 
 SGLang tells a storage backend which pages it wants, but not of which request; the operation that says so comes by here.
 It asks for full pages beyond what it has itself, so these are a prompt's tokens in the line. A prompt of which SGLang
@@ -10,7 +11,9 @@ line; the load that follows has one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mooncake_connector.contain import contained, nothing
@@ -18,12 +21,25 @@ from mooncake_connector.misses import Miss
 from mooncake_connector.request_line import RequestLine
 from sglang_backend.calls import our_backend
 from sglang_backend.targets import Target
+from sglang_backend.told import Told, waiting
+from store_client.kept import Seen
 
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _NOBODY = "__storage_hit_query__"
 """In whose name SGLang asks only what is there."""
-_LOOKED_UP = "_mooncake_connector_looked_up"
-"""On an operation of SGLang's, from its lookup to its load: (seconds, why a page was missing)."""
+_FOUND = "_mooncake_connector_found"
+"""On an operation of SGLang's, from its lookup to its load: a `_Found`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a lookup said of a prompt, of whose full pages SGLang has the first `local_tokens` itself."""
+
+    prompt_tokens: int
+    local_tokens: int
+    lookup_s: float
+    missed: dict[Miss, int]
+    seen: Seen | None
 
 
 def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, operation: Any) -> tuple[list[str], int]:
@@ -36,9 +52,10 @@ def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, oper
             return query(controller, operation)
     if not backend.logs_requests:
         return query(controller, operation)
-    backend.first_miss, began_s = None, time.monotonic()
+    backend.missed.take()
+    began_s = time.monotonic()
     found = query(controller, operation)
-    _note_lookup(controller, operation, time.monotonic() - began_s, backend.first_miss, found[1])
+    _note_lookup(backend, controller, operation, time.monotonic() - began_s, found[1])
     return found
 
 
@@ -49,16 +66,14 @@ def _loads(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any
         return transfer(controller, operation)
     loaded, began_s = backend.loaded_tokens, time.monotonic()
     result = transfer(controller, operation)
-    _note_load(operation, backend.loaded_tokens - loaded, time.monotonic() - began_s)
+    _note_load(backend, operation, backend.loaded_tokens - loaded, time.monotonic() - began_s)
     return result
 
 
 @contained(bool)
 def _is_asked_again(backend: Any, operation: Any) -> bool:
     """Whether the scheduler last asked for the same."""
-    key = operation.token_ids
-    salts = [getattr(key, name, None) for name in ("extra_key", "cache_salt")]
-    former, backend.last_asked = backend.last_asked, (operation.last_hash, salts, list(key))
+    former, backend.last_asked = backend.last_asked, (operation.last_hash, _salts(operation), list(operation.token_ids))
     return bool(former == backend.last_asked)
 
 
@@ -66,32 +81,54 @@ def _name(operation: Any) -> str:
     return str(getattr(operation.request_id, "rid", operation.request_id))
 
 
+def _salts(operation: Any) -> list[str | None]:
+    """What a request has beside its tokens."""
+    return [getattr(operation.token_ids, name, None) for name in ("extra_key", "cache_salt")]
+
+
 @contained(nothing)
-def _note_lookup(controller: Any, operation: Any, seconds: float, why: Miss | None, found_tokens: int) -> None:
-    local = len(operation.prefix_keys or ()) * controller.page_size
-    tokens = local + len(operation.token_ids) // controller.page_size * controller.page_size
+def _note_lookup(backend: Any, controller: Any, operation: Any, seconds: float, found_tokens: int) -> None:
+    page_tokens, first = controller.page_size, len(operation.prefix_keys or ())
+    tokens = (first + len(operation.token_ids) // page_tokens) * page_tokens
+    seen = backend.records.look(operation.all_hash_values, first)
+    found = _Found(tokens, first * page_tokens, seconds, backend.missed.take(), seen)
     if found_tokens and found_tokens >= controller.prefetch_threshold:
-        setattr(operation, _LOOKED_UP, (seconds, why, local, tokens))
+        setattr(operation, _FOUND, found)
     else:
-        _line(operation, tokens, local, 0, lookup_s=seconds, miss=why)
+        _tell(backend, operation, found, {Miss.BELOW_MIN_HIT: found_tokens} if found_tokens else {})
 
 
 @contained(nothing)
-def _note_load(operation: Any, hit_tokens: int, load_s: float) -> None:
-    seconds, why, local, tokens = getattr(operation, _LOOKED_UP)
-    if hit_tokens < operation.storage_hit_count:
-        why = Miss.LOAD_FAILED
-    _line(operation, tokens, local, hit_tokens, lookup_s=seconds, load_s=load_s, miss=why)
+def _note_load(backend: Any, operation: Any, hit_tokens: int, load_s: float) -> None:
+    lost = operation.storage_hit_count - hit_tokens
+    failed = {Miss.LOAD_FAILED: lost} if lost > 0 else {}
+    _tell(backend, operation, getattr(operation, _FOUND), failed, hit_tokens, load_s)
 
 
-def _line(operation: Any, prompt_tokens: int, local_tokens: int, hit_tokens: int, **said: Any) -> None:
+def _tell(
+    backend: Any, operation: Any, found: _Found, unloaded: dict[Miss, int], hit_tokens: int = 0, load_s: float = 0.0
+) -> None:
+    """`unloaded`: of what was found."""
+    missed = Counter(unloaded)
+    missed.update(found.missed)
     line = RequestLine(
-        id=_name(operation), prompt_tokens=prompt_tokens, local_tokens=local_tokens, hit_tokens=hit_tokens, **said
-    )
-    line.log()
+        id=_name(operation), prompt_tokens=found.prompt_tokens, local_tokens=found.local_tokens, hit_tokens=hit_tokens,
+        lookup_s=found.lookup_s, load_s=load_s, miss=next(iter(missed), None),
+    )  # fmt: skip
+
+    def leave(line: RequestLine, missed: Mapping[Miss, int]) -> None:
+        if found.seen is not None:
+            backend.records.keep(line, found.seen, missed, has_salt=any(_salts(operation)))
+
+    waiting.add(Told(line, missed, leave))
 
 
 TARGETS = (
-    Target(f"{_CONTROLLER}._storage_hit_query", ("self", "operation"), _looks_up, names=("token_ids", "prefix_keys")),
+    Target(
+        f"{_CONTROLLER}._storage_hit_query",
+        ("self", "operation"),
+        _looks_up,
+        names=("token_ids", "prefix_keys", "all_hash_values"),
+    ),
     Target(f"{_CONTROLLER}._page_transfer", ("self", "operation"), _loads),
 )

@@ -137,7 +137,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _field(
             "Whether each request gets one line in the log, at the level INFO: how many of its tokens came from where, "
             "how long that took, and why the first page was missing "
-            "([troubleshooting](troubleshooting.md#one-line-for-each-request)). vLLM also keeps its last few hundred "
+            "([troubleshooting](troubleshooting.md#one-line-for-each-request)). The last few hundred are also kept "
             "in the pool, in 2 MiB, for `mooncake-connector why --request`.",
             "true or false",
         ),

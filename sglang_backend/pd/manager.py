@@ -39,9 +39,12 @@ from mooncake_connector.kv.identity.checkpoint import weights_digest
 from mooncake_connector.kv.namespace import canonical_json
 from mooncake_connector.log import get_logger, kind_of, log_once
 from sglang_backend.metrics import TransferMetrics
+from sglang_backend.pd import prompts
 from sglang_backend.pd.asking import Asking
 from sglang_backend.pd.aux_rows import AuxRows
 from sglang_backend.pd.layout import Place, RankMemory
+from sglang_backend.pd.lines import TransferLines
+from sglang_backend.targets import in_force
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
 from transfer.device_order import DeviceOrder, Wait
@@ -118,8 +121,11 @@ class MooncakeConnectorKVManager(CommonKVManager):
         config = load_config()
         parallel = get_parallel()
         model = ModelConfig.from_server_args(get_server_args())
+        tp_rank = self.kv_args.engine_rank % self.attn_tp_size
+        is_first_rank = tp_rank == 0 and self.pp_rank == 0
+        self.lines = TransferLines(enabled=config.log_requests and is_first_rank and in_force(prompts.TARGETS))
         place = Place(
-            tp_rank=self.kv_args.engine_rank % self.attn_tp_size,
+            tp_rank=tp_rank,
             tp_size=self.attn_tp_size,
             num_layers=max(model.num_attention_layers, 1),
             num_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),

@@ -22,24 +22,34 @@ _at_hand = threading.local()
 
 def current() -> bytes:
     """Of the request that this thread makes a sender or a receiver for; empty where nothing is known of it."""
-    req = getattr(_at_hand, "req", None)
+    req = current_request()
     return b"" if req is None else digest(req)
+
+
+def current_request() -> Any:
+    """SGLang's request that this thread makes a sender or a receiver for; None where that is not known."""
+    return getattr(_at_hand, "req", None)
+
+
+def computed_ids(req: Any) -> np.ndarray:
+    """The tokens that prefill computes for a request: its prompt, and after `pause_generation` in mode `retract` what
+    was generated."""
+    ids = np.asarray(req.origin_input_ids, dtype="<i8")
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        ids = np.concatenate([ids, np.asarray(req.output_ids, dtype="<i8")])
+    return ids
 
 
 @contained(bytes)
 def digest(req: Any) -> bytes:
     """Of the tokens that prefill computes for a request; empty where these are not all that its KV depends on.
 
-    Images are in the tokens by numbers that each instance may choose. After `pause_generation` in mode `retract`, what
-    was generated is computed as well. Adapters, whose names are each instance's own, and salts are not compared.
+    Images are in the tokens by numbers that each instance may choose. Adapters, whose names are each instance's own,
+    and salts are not compared.
     """
     if req.multimodal_inputs is not None or req.input_embeds is not None or req.positional_embed_overrides is not None:
         return b""
-    found = hashlib.blake2b(digest_size=32)
-    found.update(np.asarray(req.origin_input_ids, dtype="<i8").tobytes())
-    if getattr(req, "pd_rebootstrap_in_progress", False):
-        found.update(np.asarray(req.output_ids, dtype="<i8").tobytes())
-    return found.digest()
+    return hashlib.blake2b(computed_ids(req).tobytes(), digest_size=32).digest()
 
 
 def telling(make: Callable[..., Any], queue: Any, req: Any, *args: Any, **more: Any) -> Any:

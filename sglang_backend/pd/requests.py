@@ -61,6 +61,8 @@ class _Party:
     _owns_bootstrap_room: bool
     _transfer: Outgoing | Incoming | None
     _cause = ""
+    _req: Any = None
+    """SGLang's request; None where that is not known."""
 
     def _refuse_room(self) -> None:
         self._owns_bootstrap_room = False
@@ -78,6 +80,7 @@ class _Party:
 
     def _forget(self) -> None:
         """SGLang has its pages back, and takes the room for free: what the transfer says from now on is of nobody."""
+        self.kv_mgr.lines.dropped(self._req)
         if self._transfer is not None:
             self.kv_mgr.unwatch(self._transfer)
 
@@ -106,6 +109,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
         self._pages: list[int] = []
         self._is_sent = False
         self._transfer = Outgoing(transfer_name(bootstrap_room), prompt=prompts.current())
+        self._req = prompts.current_request()
         if is_taken:
             self._refuse_room()
         elif mgr.check_status(bootstrap_room) != KVPoll.Failed:
@@ -159,6 +163,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
         SGLang asks here what became of it.
         """
         if self._transfer.ending is Ending.DONE:
+            self.kv_mgr.lines.sent(self._transfer, self._req)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
             self._fail(self._transfer.cause)
@@ -197,7 +202,8 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         is_taken = _is_taken(mgr, bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Incoming | None = None
-        self._prompt = prompts.current()
+        self._prompt, self._req = prompts.current(), prompts.current_request()
+        self._prefix_tokens = 0
         self._is_granted = self._is_aborted = False
         self._aux_index: int | None = None
         self._asked: Future[Address] | None = None
@@ -278,7 +284,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         except TransferError as error:
             self._fail(str(error))
             return
-        self._is_granted = True
+        self._is_granted, self._prefix_tokens = True, decode_prefix_len or 0
         self.init_time = time.time()
         manager.node.allocated(self._transfer, tables)
         manager.order.then(partial(manager.node.grant, self._transfer, tables))  # what writes to the pages still, has
@@ -354,6 +360,9 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
             return
         self._cancel("the request ended")
         transfer = self._transfer
+        if transfer is not None and transfer.ending is Ending.DONE and not self._is_aborted:
+            # By now SGLang has restored what it takes from its own caches and the pool as well.
+            self.kv_mgr.lines.fetched(transfer, self._req, self._prefix_tokens)
         if transfer is not None and self._is_granted and not transfer.is_over:
             if self.kv_mgr.enable_deferred_decode_kv_release:
                 self.kv_mgr.give_up(self.bootstrap_room, transfer)

@@ -124,6 +124,8 @@ def test_the_rules_see_the_modules_of_every_package():
         ("store_client.base", "from vllm_plugin import connector"),
         ("store_client.base", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("vllm_plugin.prefix.worker", "import sglang_backend"),
+        ("sglang_backend.request_lines", "from vllm_plugin.prefix.kept import Keeper"),
+        ("store_client.kept", "from vllm_plugin.prefix.tracked import Tracked"),
         ("vllm_plugin.prefix.worker", "import sglang.srt"),
         ("vllm_plugin.prefix.worker", "from mooncake_connector.cli.pool import open_pool"),
         ("vllm_plugin.prefix.worker", "from store_client import EmbeddedStore"),

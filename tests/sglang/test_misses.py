@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from causes import forget_causes
-from controllers import Rank
+from controllers import WAIT_S, Rank
 from faults import Faults, never
 from host_pools import PAGES, axes, mha, model, slots
 from instances import keys, server
@@ -18,9 +21,11 @@ from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 
 from mooncake_connector.misses import Miss
+from mooncake_connector.request_record import RequestRecord
 from sglang_backend import BACKEND
 from store_client.testing import namespace
 
@@ -90,7 +95,7 @@ def test_a_hit_that_is_too_short(attach: Any, storage: Any, added: Any) -> None:
     other = attach(mha("page_first"), min_hit_tokens=(PAGES + 1) * TOKENS)
     assert prefetch(other, [*NAMES, *keys(1, "other")]) == 0
     assert added() == {"below_min_hit": PAGES * TOKENS, "never_stored": TOKENS}
-    assert other.first_miss is Miss.BELOW_MIN_HIT, "of the first page, not of the last one"
+    assert next(iter(other.missed.take())) is Miss.BELOW_MIN_HIT, "of the first page, not of the last one"
 
 
 def test_metrics_that_fail_cost_no_page(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +151,8 @@ def test_a_pool_that_cannot_be_opened(attach: Any, tmp_path: Path, added: Any) -
 # The line of a request
 
 PROMPT = [token * 7 % 257 for token in range(5 * 64 + 10)]
+WHOLE = PROMPT[:320]
+"""Without the page that is not full, which SGLang does not ask for."""
 
 
 @pytest.fixture
@@ -184,14 +191,89 @@ def test_a_miss_and_a_hit_have_a_line(rank: Callable[..., Rank], caplog: pytest.
     assert float(hit["load_ms"]) > 0 and float(hit["lookup_ms"]) > 0
 
 
+def kept(one: Rank) -> list[RequestRecord]:
+    """What is left in the pool of each request; of those of one id of the last alone."""
+    records = map(RequestRecord.decode, one.controller.storage_backend._store.store.noted_requests())
+    return [record for record in records if record is not None]
+
+
+def test_a_miss_and_a_hit_are_left_in_the_pool(rank: Callable[..., Rank]) -> None:
+    one = rank(log_requests=True)
+    assert one.load(WHOLE)[0] == 0
+    (missed,) = kept(one)
+    assert (missed.id, missed.page_tokens, missed.prompt_tokens, missed.miss) == ("request", 64, 320, "never_stored")
+    assert [run[:3] for run in map(msgspec.to_builtins, missed.runs)] == [[0, 4, "unknown"]]
+    assert missed.missed == {"never_stored": 320} and not missed.has_salt
+    one.save(PROMPT[:192], one.host_pool.alloc(192))
+    assert one.load(WHOLE)[0] == 192
+    (hit,) = kept(one)
+    assert (hit.hit_tokens, hit.computed_tokens, hit.missed) == (192, 128, {"never_stored": 128})
+    assert [run[:3] for run in map(msgspec.to_builtins, hit.runs)] == [[0, 2, "stored"], [3, 4, "unknown"]]
+    assert hit.namespace == missed.namespace == one.controller.storage_backend._namespace.digest.hex()
+
+
+def test_pages_behind_those_of_sglangs_own_and_a_salt(rank: Callable[..., Rank]) -> None:
+    one = rank(log_requests=True)
+    prompt = RadixKey(array("q", WHOLE), cache_salt="a")
+    one.controller.prefetch(CacheRequestHandle("salted", 0), prompt, None, ["00" * 32] * 2, None)
+    one.controller.prefetch_hit_queue.get(timeout=WAIT_S)
+    (record,) = kept(one)
+    assert (record.local_tokens, record.has_salt) == (128, True)
+    assert [run[:2] for run in map(msgspec.to_builtins, record.runs)] == [[2, 6]]
+
+
+def test_a_hit_that_is_shorter_than_sglang_wants_says_so(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = rank(log_requests=True)
+    one.save(PROMPT[:192], one.host_pool.alloc(192))
+    one.controller.prefetch_threshold = 256
+    one.controller.prefetch(CacheRequestHandle("request", 0), WHOLE, None, [], None)
+    one.controller.prefetch_hit_queue.get(timeout=WAIT_S)
+    (record,) = kept(one)
+    assert record.missed == {"below_min_hit": 192, "never_stored": 128}
+    assert [line["miss"] for line in lines(caplog)] == ["below_min_hit"]
+
+
+def test_reasons_of_other_threads_are_not_those_of_a_prompt(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load of another prompt, or a question of the scheduler, may fail meanwhile."""
+    one = rank(log_requests=True)
+    backend = one.controller.storage_backend
+    look_up = backend.batch_exists
+
+    def interrupted(*args: Any) -> int:
+        found = look_up(*args)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(backend._missed, Miss.LOAD_FAILED, 1).result()
+        return int(found)
+
+    backend.batch_exists = interrupted
+    assert one.load(WHOLE)[0] == 0
+    assert [line["miss"] for line in lines(caplog)] == ["never_stored"]
+
+
+def test_a_pool_that_cannot_say_what_it_knows_costs_the_record_alone(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise OSError("injected")
+
+    one = rank(log_requests=True)
+    one.save(PROMPT[:192], one.host_pool.alloc(192))
+    monkeypatch.setattr("store_client.kept.runs_of", broken)
+    assert one.load(WHOLE)[0] == 192
+    assert len(lines(caplog)) == 1 and kept(one) == []
+
+
 def test_what_a_scheduler_asks_again_and_again_counts_once_and_has_no_line(
     rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any
 ) -> None:
     """That of a decode instance, in no request's name, while a request waits for room."""
     one = rank(log_requests=True)
     one.controller.storage_backend.metrics._enabled = True
-    whole = PROMPT[:320]
-    for prompt in (whole, whole, [*whole[:64], *whole]):
+    for prompt in (WHOLE, WHOLE, [*WHOLE[:64], *WHOLE]):
         operation = PrefetchOperation(CacheRequestHandle("__storage_hit_query__", 0), prompt, None, None)
         assert one.controller._storage_hit_query(operation)[1] == 0
     assert added() == {"never_stored": (5 + 6) * 64}
@@ -201,4 +283,4 @@ def test_what_a_scheduler_asks_again_and_again_counts_once_and_has_no_line(
 def test_by_default_there_is_none(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
     one = rank()
     assert one.load(PROMPT)[0] == 0
-    assert lines(caplog) == []
+    assert lines(caplog) == [] and kept(one) == []

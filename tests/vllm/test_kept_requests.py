@@ -79,7 +79,7 @@ def test_a_failure_to_look_costs_the_record_alone(
     def broken(*arguments: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("vllm_plugin.prefix.kept.runs_of", broken)
+    monkeypatch.setattr("store_client.kept.runs_of", broken)
     caplog.set_level("INFO", logger="mooncake_connector")
     engine.ask(PROMPT, 1, name="lost")
     assert engine.computed("lost") == 4

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from mooncake_connector.kv.keys import page_keys
 from mooncake_connector.misses import Miss
+from store_client.kept import Seen
 from vllm_plugin.naming import named_tokens
 from vllm_plugin.prefix.account import Account
-from vllm_plugin.prefix.kept import Seen
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -55,7 +55,7 @@ def why(
     ] = None,
     request: Annotated[
         str | None,
-        typer.Option("--request", metavar="ID", help="What vLLM with log_requests found; a part of the id will do."),
+        typer.Option("--request", metavar="ID", help="What engines with log_requests found; a part of it will do."),
     ] = None,
     url: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="A running engine, which tells model, dtype and tokens.")

@@ -52,7 +52,7 @@ def lines(record: RequestRecord) -> list[str]:
     if record.runs:
         told.append(runs.line(_runs(record.runs, record.age_s)))
     if record.has_salt:
-        told.append("salt: it shares pages with requests of the same cache_salt alone")
+        told.append("salt: it shares pages with requests of the same cache_salt, or extra_key, alone")
     told += [f"{tokens:,} tokens {_said(why)}" for why, tokens in record.missed.items()]
     if (words := _words(record.miss)) is not None:
         told.append(f"what to do: {words.do}")

@@ -106,7 +106,7 @@ def launched(
 ) -> Pair:
     """Both begin to start. KV and control travel over TCP, with a secret."""
     secret = make_secret(tmp_path_factory, "as long as it has to be, and longer")
-    config = reached(secret)
+    config = reached(secret) | {"log_requests": "true"}
     chunks = ("--chunked-prefill-size", str(CHUNK_TOKENS))
     pair = Pair(
         Instance(qwen3, "prefill", log=logs / "pd-sglang-prefill.log", config=config, args=(*COMMON, *chunks)),

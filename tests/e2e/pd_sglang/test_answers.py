@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from e2e.pages import wait_for
 from e2e.pd_sglang.conftest import CHUNK_TOKENS, Asked, Pair
-from e2e.pd_sglang.instances import Router
+from e2e.pd_sglang.instances import Both, Instance, Router
+from e2e.said import lines
 from e2e.sglang_server import PAGE_TOKENS
 
 
@@ -24,6 +26,23 @@ def test_a_prompt_that_prefill_has_cached_is_handed_over_whole(router: Router, a
     first, again = (router.ask(question.prompt, max_tokens=len(question.answer)) for _ in range(2))
     assert (first.cached_tokens, again.cached_tokens) == (0, len(question.prompt) // PAGE_TOKENS * PAGE_TOKENS)
     assert first.token_ids == again.token_ids == question.answer
+
+
+def test_each_side_has_a_line_of_what_was_handed_over(pair: Pair, asked: Asked) -> None:
+    question, tokens = asked["several"], str(len(asked["several"].prompt))
+    with ThreadPoolExecutor(2) as threads:
+        both = Both(threads, pair.prefill, pair.decode, question.prompt, len(question.answer))
+        assert both.answer() == question.answer
+
+    def said(instance: Instance) -> list[dict[str, str]]:
+        return [line for line in lines(instance) if line["id"] == both.rid]
+
+    wait_for(lambda: said(pair.prefill) and said(pair.decode), "a line on each side")
+    (computed,), (fetched,) = said(pair.prefill), said(pair.decode)
+    names = ("prompt_tokens", "fetched_tokens", "computed_tokens", "transport", "miss")
+    assert [computed[name] for name in names] == [tokens, "0", tokens, "tcp", "-"]
+    assert [fetched[name] for name in names] == [tokens, tokens, "0", "-", "elsewhere"]
+    assert float(computed["transfer_ms"]) > 0 and float(fetched["transfer_ms"]) > 0
 
 
 def test_a_chat_is_answered_as_by_one(router: Router, asked: Asked) -> None:

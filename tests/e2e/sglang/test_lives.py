@@ -166,12 +166,18 @@ def test_why_names_the_pages_that_a_server_stored(lives: Lives, pool: Path, tmp_
 def test_the_doctor_and_the_log_say_what_became_of_a_prompt(lives: Lives, pool: Path) -> None:
     question, server = lives.written_by(0), lives[0]
     server.flush()
-    ask(server, question, hit_tokens=full(question))
+    ask(server, question, hit_tokens=full(question), rid="what-became-of-it")
 
     def is_said() -> bool:
-        return any(line["hit_tokens"] == str(full(question)) for line in lines(server))
+        return any(line["id"] == "what-became-of-it" for line in lines(server))
 
     wait_for(is_said, "the request's line in the log")
+    (line,) = (line for line in lines(server) if line["id"] == "what-became-of-it")
+    assert line["hit_tokens"] == str(full(question))
+    wait_for(lambda: why(pool, "--request", "what-became-of-it") is not None, "what the server leaves", every_s=0.5)
+    (record,) = why(pool, "--request", "what-became-of-it")
+    assert [run[:3] for run in record["runs"]] == [[0, question.num_full_pages - 1, "stored"]]
+    assert (record["hit_tokens"], record["miss"], record["missed"]) == (full(question), None, {})
     names = ("queried", "hit", "miss")
     queried, hit, miss = (server.metric(f"mooncake_connector_{name}_tokens_total") for name in names)
     assert queried == hit + miss and hit >= full(question)
@@ -188,7 +194,7 @@ def test_top_shows_what_the_server_does(lives: Lives, pool: Path) -> None:
         server.flush()
         ask(server, question, hit_tokens=full(question))
 
-    shown = top(server, pool, hits, "hit_share", "pool_tokens_s", "load_nbytes_s")
+    shown = top(server, pool, hits, "hit_share", "pool_tokens_s", "load_nbytes_s", "saved_s_s")
     assert {(each["kind"], each["cause"]) for each in shown} == {("SGLang", "")}
     page = read(f"{server.url}/metrics") or ""
     assert "\nsglang:num_running_reqs{" in page and "\nsglang:num_queue_reqs{" in page

@@ -18,6 +18,7 @@ import pytest
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.process import free_port, running
 from e2e.questions import Question
+from e2e.said import LOGS_REQUESTS, lines, why
 from e2e.server import ONE_CORE, Server
 from e2e.sglang.conftest import StartSGLang, full
 from e2e.sglang_server import SGLangAnswer, SGLangServer
@@ -36,7 +37,7 @@ class Pair:
     bootstrap_port: int
     pages: Pages
 
-    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[SGLangAnswer, SGLangAnswer]:
+    def ask(self, prompt: tuple[int, ...], max_tokens: int, **more: str) -> tuple[SGLangAnswer, SGLangAnswer]:
         """What prefill and decode answer, with nothing in the caches of their own."""
         for server in (self.prefill, self.decode):
             server.flush()
@@ -44,6 +45,7 @@ class Pair:
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": random.SystemRandom().getrandbits(62),
+            **more,
         }
         with ThreadPoolExecutor(1) as thread:
             prefilled = thread.submit(self.prefill.ask, prompt, max_tokens=max_tokens, **fields)
@@ -65,7 +67,7 @@ def pair(start: StartSGLang, pool: Path, questions: dict[str, Question], qwen3: 
         prefill, decode = (
             start(
                 args=["--skip-server-warmup", "--disaggregation-mode", mode, *common, *args],
-                env={"OMP_NUM_THREADS": "1"},
+                env={"OMP_NUM_THREADS": "1", **LOGS_REQUESTS},
             )
             for mode, args in (("prefill", ()), ("decode", DECODE))
         )
@@ -82,15 +84,28 @@ def test_prefill_fills_the_pool_and_reads_it(pair: Pair, questions: dict[str, Qu
     wait_for(lambda: pair.prefill.metric("sglang:backuped_tokens_total") >= full(question), "pages that prefill stored")
 
 
-def test_decode_restores_what_is_in_the_pool(pair: Pair, questions: dict[str, Question]) -> None:
+def test_decode_restores_what_is_in_the_pool(pair: Pair, pool: Path, questions: dict[str, Question]) -> None:
     question = questions["number 1"]
     pair.ask(question.prompt, 1)
     pair.pages.wait_for(question.prompt)
     before = pair.decode.metric("sglang:prefetched_tokens_total")
-    _, answer = pair.ask(question.prompt, len(question.answer))
+    _, answer = pair.ask(question.prompt, len(question.answer), rid="restored")
     assert answer.token_ids == question.answer
     restored = lambda: pair.decode.metric("sglang:prefetched_tokens_total") - before  # noqa: E731
     wait_for(lambda: restored() >= full(question), "pages that decode restored")
+
+    def said(server: SGLangServer) -> list[dict[str, str]]:
+        return [line for line in lines(server) if line["id"] == "restored"]
+
+    wait_for(lambda: said(pair.prefill) and said(pair.decode), "one line of both load and transfer on each side")
+    (computed,), (fetched,) = said(pair.prefill), said(pair.decode)
+    tokens, hit = len(question.prompt), full(question)
+    names = [f"{name}_tokens" for name in ("prompt", "local", "hit", "fetched", "computed")]
+    assert [int(computed[name]) for name in names] == [tokens, 0, hit, 0, tokens - hit]
+    assert [int(fetched[name]) for name in names] == [tokens, 0, hit, tokens - hit, 0]
+    assert all(float(line["transfer_ms"]) > 0 < float(line["load_ms"]) for line in (computed, fetched))
+    wait_for(lambda: len(why(pool, "--request", "restored") or ()) == 2, "what both leave in the pool", every_s=0.5)
+    assert {each["fetched_tokens"] for each in why(pool, "--request", "restored")} == {0, tokens - hit}
 
 
 def test_decode_offloads_what_it_generates_for_the_next_turn(pair: Pair, questions: dict[str, Question]) -> None:
