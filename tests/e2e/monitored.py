@@ -106,7 +106,8 @@ def monitored(model: Path, logs: Path, folder: Path) -> Iterator[Seen]:
 def load(
     prefill: Instance, decode: Instance, others: list[Server | SGLangServer], pool: Path, stop: threading.Event
 ) -> None:
-    """Prompts that are new, that the own cache has, the pool, or a tier, and that one instance computes for another."""
+    """Prompts that are new to each, that the own cache has, the pool, or a tier, and that one instance computes for
+    another."""
     source, asked = random.Random(18), list[tuple[int, ...]]()
     for number in itertools.count():
         if stop.is_set():
@@ -117,6 +118,10 @@ def load(
             prefill.ask(prompt, max_tokens=2)
         for server in (decode, *others):  # from the pool
             server.ask(prompt, max_tokens=2)
+        for server in others:
+            new = draw_tokens(source, PROMPT_TOKENS)
+            for _ in range(2):
+                server.ask(new, max_tokens=2)
         params = prefill.post(prefill.body(other, 1, kv_transfer_params=HAND_OVER))["kv_transfer_params"]
         decode.post(decode.body(other, 2, kv_transfer_params=params))
         decode.reset_prefix_cache()
