@@ -44,7 +44,7 @@ def record(seen: Seen, to: Path) -> None:
 def without_folders(shown: Shown) -> Shown:
     """Commands as from the folder of the environments, without this machine's paths."""
     users = [
-        dataclasses.replace(user, command=re.sub(r"\S*/(\.venvs?/)", r"\1", user.command)) for user in shown.users or ()
+        dataclasses.replace(user, command=re.sub(r"\S*/(\.venvs?/|tests/)", r"\1", user.command)) for user in shown.users or ()
     ]
     return dataclasses.replace(shown, users=users)
 
@@ -61,9 +61,9 @@ def is_busy(shown: Shown) -> bool:
 
 
 def main() -> None:
-    model, to = map(Path, sys.argv[1:])
+    model, to = (Path(given).absolute() for given in sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder, monitored(model, Path(folder), Path(folder)) as seen:
-        record(seen, to.absolute())
+        record(seen, to)
 
 
 if __name__ == "__main__":
