@@ -43,9 +43,10 @@ def record(seen: Seen, to: Path) -> None:
 
 def without_folders(shown: Shown) -> Shown:
     """Commands as from the folder of the environments, without this machine's paths."""
-    users = [
-        dataclasses.replace(user, command=re.sub(r"\S*/(\.venvs?/|tests/)", r"\1", user.command)) for user in shown.users or ()
-    ]
+    users = []
+    for user in shown.users or ():
+        command = re.sub(r"\S*/(\.venvs?/|tests/)", r"\1", user.command)
+        users.append(dataclasses.replace(user, command=command))
     return dataclasses.replace(shown, users=users)
 
 
