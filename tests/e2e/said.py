@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from e2e.pages import wait_for
 from e2e.process import ServerProcess
 from mooncake_connector.cli.main import app
+from mooncake_connector.misses import Miss
 
 LOGS_REQUESTS = {"MOONCAKE_CONNECTOR_LOG_REQUESTS": "true"}
 """In a server's environment."""
@@ -27,6 +28,12 @@ def told(server: ServerProcess, pool: Path) -> dict[str, list[tuple[str, str]]]:
     for check in json.loads(result.stdout)["checks"]:
         found.setdefault(check["name"], []).append((check["status"], check["detail"]))
     return found
+
+
+def glance(server: ServerProcess, pool: Path) -> Any:
+    """What `mooncake-connector top --once --json` shows."""
+    result = CliRunner().invoke(app, ["top", "--once", "--json", "--url", server.url, "--pool", str(pool)])
+    return json.loads(result.stdout)
 
 
 def top(server: ServerProcess, pool: Path, meanwhile: Callable[[], object], *figures: str) -> list[dict[str, Any]]:
@@ -42,8 +49,7 @@ def top(server: ServerProcess, pool: Path, meanwhile: Callable[[], object], *fig
             meanwhile()
 
     def are_there() -> bool:
-        result = CliRunner().invoke(app, ["top", "--once", "--json", "--url", server.url, "--pool", str(pool)])
-        shown.extend(json.loads(result.stdout)["engines"])
+        shown.extend(glance(server, pool)["engines"])
         return going_on.done() or all(any(each[name] for each in shown) for name in figures)
 
     with ThreadPoolExecutor(1) as threads:
@@ -62,6 +68,12 @@ def why(pool: Path, *arguments: str) -> Any:
     return json.loads(result.stdout) if result.exit_code == 0 else None
 
 
+def why_in_words(pool: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["why", "--pool", str(pool), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 def runs(told: Any) -> list[tuple[int, int, str]]:
     """First page, last page and what became of them, of the first group of layers."""
     return [(run["first"], run["last"], run.get("cause", run["what"])) for run in told["groups"][0]["runs"]]
@@ -71,3 +83,24 @@ def lines(server: ServerProcess) -> list[dict[str, str]]:
     """The lines of requests in the server's log, each as its keys and values."""
     said = re.findall(r"request (id=\S+ prompt_tokens=.*)$", server.log_text(), re.MULTILINE)
     return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in said]
+
+
+def line(server: ServerProcess, ask: Callable[[], object]) -> dict[str, str]:
+    """The line of the request that `ask` sends."""
+    before = len(lines(server))
+    ask()
+    wait_for(lambda: len(lines(server)) > before, "the request's line in the log")
+    return lines(server)[-1]
+
+
+def explained_in_words(server: ServerProcess, pool: Path, said: dict[str, str]) -> None:
+    """`why --request` and the doctor have the reason in the request's line as words, and what to do about it."""
+    words = Miss(said["miss"]).words
+    asked = why_in_words(pool, "--request", said["id"])
+    assert f" tokens {words.said}\n" in asked and f"what to do: {words.do}\n" in asked
+
+    def doctor_says_so() -> bool:
+        missed = [detail for _, detail in told(server, pool).get("missed", ())]
+        return any(words.said in detail and detail.endswith(f": {words.do}") for detail in missed)
+
+    wait_for(doctor_says_so, f"{said['miss']} in the doctor's words", every_s=0.5)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,18 @@ from e2e.conftest import QWEN3_ARGS, StartServer
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.pool_faults import damage, lock_held
 from e2e.questions import Question
-from e2e.said import LOGS_REQUESTS, lines, runs, why
+from e2e.said import LOGS_REQUESTS, explained_in_words, line, runs, told, why, why_in_words
 from e2e.server import Server
 from store_client import EmbeddedStore
 from store_client.testing import SHARD, chain, namespace, put_chain
 
-CAPACITY = "48MiB"
+CAPACITY_NBYTES = 48 << 20
+CAPACITY = str(CAPACITY_NBYTES)
 FILE_SYSTEM = "256m"
+MIN_HIT_TOKENS = 2 * PAGE_TOKENS
+
+
+needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full file system needs root (mount)")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,8 @@ def pool() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(questions: dict[str, Question], start: StartServer, qwen3: Path) -> Server:
-    return start(qwen3, *QWEN3_ARGS, env={"MOONCAKE_CONNECTOR_CAPACITY": CAPACITY} | LOGS_REQUESTS)
+    settings = {"MOONCAKE_CONNECTOR_CAPACITY": CAPACITY, "MOONCAKE_CONNECTOR_MIN_HIT_TOKENS": str(MIN_HIT_TOKENS)}
+    return start(qwen3, *QWEN3_ARGS, env=settings | LOGS_REQUESTS)
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +75,33 @@ def works_again(server: Server, pages: Pages, question: Question) -> None:
     wait_for(hit, "a hit after the fault has gone")
 
 
-def explained(server: Server, pool: Path, question: Question, folder: Path) -> tuple[str | None, list[str]]:
-    """Why the pool has not all of it, in one word, and what became of its pages."""
-    file = folder / "tokens.json"
-    file.write_text(json.dumps(question.prompt))
-    told = why(pool, "--url", server.url, "--tokens", str(file))
-    return told["reason"], [what for _, _, what in runs(told)]
+Tokens = Callable[[Sequence[int]], tuple[str, str]]
 
 
-def missed(server: Server, question: Question) -> str:
-    """Ask, and say with what word the request has missed its first page."""
-    before = len(lines(server))
-    assert answers(server, question) == 0
-    wait_for(lambda: len(lines(server)) > before, "the request's line in the log")
-    return lines(server)[-1]["miss"]
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    """Arguments of `why` for the tokens of a prompt."""
+
+    def written(prompt: Sequence[int]) -> tuple[str, str]:
+        (tmp_path / "tokens.json").write_text(json.dumps(prompt))
+        return "--tokens", str(tmp_path / "tokens.json")
+
+    return written
+
+
+def explained(server: Server, pool: Path, tokens: tuple[str, str]) -> tuple[str | None, list[str]]:
+    """Why the pool has not all of a prompt, in one word, and what became of its pages."""
+    found = why(pool, "--url", server.url, *tokens)
+    return found["reason"], [what for _, _, what in runs(found)]
+
+
+def missed(server: Server, question: Question) -> dict[str, str]:
+    """The line of a request that hits nothing."""
+
+    def ask() -> None:
+        assert answers(server, question) == 0
+
+    return line(server, ask)
 
 
 def test_checksum_errors_on_every_page(
@@ -91,7 +111,9 @@ def test_checksum_errors_on_every_page(
     answers(server, question)
     pages.wait_for(question.prompt)
     damage(pool)
-    assert answers(server, question) == 0
+    said = missed(server, question)
+    assert (said["miss"], said["hit_tokens"]) == ("load_failed", "0")
+    explained_in_words(server, pool, said)
     wait_for(
         lambda: server.metric("vllm:mooncake_connector_failures_total", cause="load_page_lost") >= 1,
         "the failed load in the engine's metrics",
@@ -124,16 +146,61 @@ def fill(pool: Path) -> None:
 )
 def test_why_pages_are_gone_that_were_there(
     reason: str, cause: str, lose: Callable[[Path], None],
-    server: Server, pages: Pages, pool: Path, questions: dict[str, Question], tmp_path: Path,
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question], tokens: Tokens,
 ) -> None:  # fmt: skip
     question = questions["number 0"]
     answers(server, question)
     pages.wait_for(question.prompt)
-    assert explained(server, pool, question, tmp_path) == (None, ["hit"])
+    asked = tokens(question.prompt)
+    assert explained(server, pool, asked) == (None, ["hit"])
     lose(pool)
-    assert explained(server, pool, question, tmp_path) == (reason, [cause])
-    assert missed(server, question) == reason
+    assert explained(server, pool, asked) == (reason, [cause])
+    said = missed(server, question)
+    assert said["miss"] == reason
+    explained_in_words(server, pool, said)
     works_again(server, pages, question)
+
+
+def test_after_evictions_the_doctor_says_how_large_the_pool_would_have_to_be(server: Server, pool: Path) -> None:
+    """The test before has provoked them."""
+    found = told(server, pool)
+    (detail,) = [detail for _, detail in found["missed"] if "evicted" in detail]
+    larger = re.search(
+        r"; they went \d.* after their last use, and were asked for \d.* after it, so the pool would have to be about "
+        r"(\d+) times as large: give the pool a larger capacity",
+        detail,
+    )
+    assert larger is not None and int(larger[1]) >= 2, detail
+    ((_, detail),) = found["pool"]
+    assert re.search(r"; [\d,]+ pages were evicted, \d.* after their last use on average", detail), detail
+
+
+def test_a_hit_below_min_hit_tokens(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question], tokens: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The pool has one page of a prompt; of the next one it has as many as are worth a load."""
+    stored = questions["number 0"].prompt
+    answers(server, questions["number 0"])
+    pages.wait_for(stored)
+
+    def forked(shared: int) -> dict[str, str]:
+        server.reset_prefix_cache()
+        prompt = (*stored[:shared], *reversed(stored[:200]))
+        return line(server, lambda: server.ask(prompt, max_tokens=1))
+
+    said = forked(PAGE_TOKENS)
+    assert (said["miss"], said["hit_tokens"]) == ("below_min_hit", "0")
+    explained_in_words(server, pool, said)
+    said = forked(MIN_HIT_TOKENS)
+    assert (said["miss"], said["hit_tokens"]) == ("never_stored", str(MIN_HIT_TOKENS))
+
+    asked = tokens((*stored[:PAGE_TOKENS], *reversed(stored[:150])))
+    assert explained(server, pool, asked) == ("never_stored", ["hit", "unknown"])
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_MIN_HIT_TOKENS", str(MIN_HIT_TOKENS))
+    assert explained(server, pool, asked) == ("below_min_hit", ["hit", "unknown"])
+    words = f"below min_hit_tokens: {PAGE_TOKENS} tokens hit, {MIN_HIT_TOKENS} are wanted"
+    assert words in why_in_words(pool, "--url", server.url, *asked)
 
 
 def test_pool_deleted_under_the_engine(
@@ -182,17 +249,24 @@ def test_lock_held_by_a_stopped_process(
             lambda: server.metric("vllm:mooncake_connector_failures_total", cause="save_pool_refused") >= 1,
             "the refused save in the engine's metrics",
         )
-        assert missed(server, question) == "refused", "it could not be stored"
+        said = missed(server, question)
+        assert said["miss"] == "refused", "it could not be stored"
+    explained_in_words(server, pool, said)
     works_again(server, pages, question)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full file system needs root (mount)")
+def fill_file_system(folder: Path, *, but_for_nbytes: int = 0) -> Path:
+    """The file that takes all the room there was."""
+    with open(folder / "ballast", "wb") as file:
+        status = os.statvfs(folder)
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - but_for_nbytes)
+    return folder / "ballast"
+
+
+@needs_mount
 def test_full_file_system(server: Server, pages: Pages, pool: Path, questions: dict[str, Question]) -> None:
-    ballast = pool.parent / "ballast"
     shutil.rmtree(pool, ignore_errors=True)
-    with open(ballast, "wb") as file:
-        status = os.statvfs(pool.parent)
-        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize)
+    ballast = fill_file_system(pool.parent)
     for name in ("number 3", "number 0", "number 2"):
         answers(server, questions[name])
         answers(server, questions[name])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from e2e.conftest import Shared
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
-from e2e.said import runs, why
+from e2e.said import explained_in_words, line, runs, why
 from mooncake_connector.cli.why.server import look_up
 
 TEXT = " ".join(f"Why was page {number} of this prompt computed again?" for number in range(20))
@@ -43,3 +43,19 @@ def test_a_prompt_before_and_after_it_was_asked_and_without_a_page(shared: Share
         [0, 1, "stored", None], [2, 2, "gone", "removed"], [3, last, "stored", None],
     ]  # fmt: skip
     assert (record["local_tokens"], record["hit_tokens"], record["miss"]) == (0, 2 * PAGE_TOKENS, "cleared")
+
+
+def test_a_request_for_log_probabilities_of_its_prompt_is_computed(shared: Shared, qwen3: Path) -> None:
+    server = shared.server
+    server.ask(TEXT, max_tokens=1)
+    Pages(shared.pool, qwen3, lambda: server).wait_for(look_up(server.url).tokens(TEXT, chat=False))
+
+    def asked(**more: int) -> dict[str, str]:
+        server.reset_prefix_cache()
+        body = {"model": qwen3.name, "prompt": TEXT, "max_tokens": 1, **more}
+        return line(server, lambda: server._read(server._send("POST", "/v1/completions", body)))
+
+    assert asked()["miss"] == "short", "all pages of it are there"
+    said = asked(prompt_logprobs=1)
+    assert (said["miss"], said["hit_tokens"]) == ("not_cached", "0")
+    explained_in_words(server, shared.pool, said)
