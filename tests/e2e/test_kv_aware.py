@@ -43,8 +43,7 @@ class Routed(HttpClient):
         self.pools = [stack.enter_context(pool_folder()) for _ in endpoints]
         self.servers = []
         for number, (pool, of) in enumerate(zip(self.pools, endpoints, strict=True)):
-            config = {**json.loads(of.config()), "enable_kv_cache_events": True}
-            args = (*ARGS, "--kv-events-config", json.dumps(config))
+            args = (*ARGS, "--kv-events-config", of.config(enable_kv_cache_events=True))
             server = Server(model, log=logs / f"kv-aware-{number}.log", pool=pool, args=args, env=ONE_CORE)
             self.servers.append(stack.enter_context(running(server)))
         command = [

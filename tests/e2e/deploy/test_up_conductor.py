@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from e2e.client import HttpClient
 from e2e.demo import chat, stored_pages
 from e2e.deploy.deployments import LIMIT_S, Deployed, Request, Way, wait_until
 from e2e.deploy.test_up import REQUESTS
+from e2e.index import answers
 from e2e.process import free_port, pool_folder
 from store_client.agent.visit import ask_report
 
@@ -131,11 +131,6 @@ class Indexed:
     index: Client
     pool: Path
 
-    def has_index(self) -> bool:
-        with suppress(OSError):
-            return self.index.ask("GET", "/health").status == 200
-        return False
-
     def only(self, number: int) -> None:
         """From now on the index says that this instance reads the pool, and the other has nothing."""
         for other, url in enumerate(self.deployed.urls):
@@ -159,7 +154,7 @@ def indexed(tmp_path: Path, logs: Path) -> Iterator[Indexed]:
 
 def test_conversations_go_where_the_index_says_and_by_load_where_it_says_nothing(indexed: Indexed) -> None:
     deployed = indexed.deployed
-    wait_until(indexed.has_index, lambda: "an index", LIMIT_S)
+    wait_until(lambda: answers(indexed.index), lambda: "an index", LIMIT_S)
     assert [deployed.answer(one) for one in REQUESTS] == TEXTS
     wait_until(lambda: stored_pages(indexed.pool) >= len(REQUESTS) * PAGES, lambda: "pages in the pool", LIMIT_S)
     for number in (1, 0):
