@@ -14,13 +14,13 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from mooncake_connector.config.sources import load_config
+from mooncake_connector.config.sources import load_config, load_settings
 from mooncake_connector.contain import contained, nothing
-from mooncake_connector.metrics.registry import VLLM, VLLM_PREFIX, Kind, Metric, by_figure
+from mooncake_connector.metrics.registry import ENGINE_INFO, VLLM, VLLM_PREFIX, Kind, Metric, by_figure
 from mooncake_connector.misses import Miss
 from store_client.pool_metrics import PoolMetrics
 
-_OWN = by_figure(VLLM)
+_OWN = by_figure(metric for metric in VLLM if metric is not ENGINE_INFO)
 _TABLES = {figure for figure, metric in _OWN.items() if metric.labels}
 _LISTS = {figure for figure, metric in _OWN.items() if metric.kind is Kind.HISTOGRAM}
 
@@ -129,7 +129,25 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             if not _OWN[figure].labels:  # it is there from the beginning, as 0
                 for values in per_engine_labelvalues.values():
                     made.labels(*values)
+        self._tell_engine(vllm_config, labelnames)
         self._pool = _pool_metrics(vllm_config)
+
+    @contained(nothing)
+    def _tell_engine(self, vllm_config: VllmConfig, labelnames: list[str]) -> None:
+        """What `why --url` cannot know from the model's files."""
+        transfer = vllm_config.kv_transfer_config
+        settings = load_settings(None if transfer is None else transfer.kv_connector_extra_config)
+        page_tokens = next(one for one in settings if one.name == "page_tokens")
+        told = (
+            str(vllm_config.model_config.dtype).removeprefix("torch."),
+            "" if page_tokens.source == "default" else str(int(page_tokens.value)),
+        )
+        gauge = self._gauge_cls(
+            name=VLLM_PREFIX + ENGINE_INFO.name, documentation=ENGINE_INFO.text + ".",
+            labelnames=[*labelnames, *ENGINE_INFO.labels], multiprocess_mode="mostrecent",
+        )  # fmt: skip
+        for values in self.per_engine_labelvalues.values():
+            gauge.labels(*values, *told).set(1)
 
     def _make(self, metric: Metric, labelnames: list[str]) -> Any:
         named: dict[str, Any] = {

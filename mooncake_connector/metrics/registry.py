@@ -112,7 +112,15 @@ RAILS = (
     _counter("rail_recoveries", "Times that such a rail worked again, and was taken back", "rail"),
 )
 
+ENGINE_INFO = _gauge(
+    "engine_info",
+    "Always 1: the dtype that the engine computes in, which is that of its KV where --kv-cache-dtype is auto, and "
+    "page_tokens where it was set",
+    "dtype", "page_tokens",
+)  # fmt: skip
+
 VLLM = (
+    ENGINE_INFO,
     _counter("hit_tokens", "Prompt tokens that were loaded from the pool instead of computed, each request once"),
     _counter("tier_hit_tokens", "Of hit_tokens, those that tiers brought after the request had arrived"),
     _counter("tier_promised_pages", "Pages that tiers were bringing when a load was planned, by each rank"),
@@ -158,7 +166,8 @@ VLLM = (
     *RAILS,
     TLS_PROCESS_ENDS,
 )
-"""Of a vLLM instance, over its workers. One label of its own at most: the key of a table in `ConnectorStats`."""
+"""Of a vLLM instance, over its workers. Those that are counted have one label of their own at most: the key of a table
+in `ConnectorStats`."""
 
 SGLANG = (
     _counter("pages", "Pages loaded from or saved to the pool", "operation"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from e2e.conftest import Shared
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.said import explained_in_words, line, runs, why
 from mooncake_connector.cli.why.server import look_up
+from mooncake_connector.kv.keys import page_keys
+from store_client import EmbeddedStore
+from store_client.testing import put_chain
 
 TEXT = " ".join(f"Why was page {number} of this prompt computed again?" for number in range(20))
 REQUEST = "why-it-missed"
@@ -27,7 +31,15 @@ def test_a_prompt_before_and_after_it_was_asked_and_without_a_page(shared: Share
     pages.wait_for(tokens)
     after = why(shared.pool, *asked)
     assert (runs(after), after["reason"]) == ([(0, last, "hit")], None)
-    assert after["engine_settings"] == ["kv_dtype"], "the server computes in float32, the model's files say bfloat16"
+    with EmbeddedStore(shared.pool) as store:  # as if it had been started with the model's own dtype before
+        (used,) = [info for info in store.namespaces() if info.namespace.digest.hex() == after["namespace"]]
+        former = store.space(replace(used.namespace, kv_dtype="bfloat16"), used.shard)
+        put_chain(former, page_keys(tokens, PAGE_TOKENS))
+        again = why(shared.pool, *asked)
+        former.remove(page_keys(tokens, PAGE_TOKENS))
+    assert again["namespace"] == after["namespace"], "the server computes in float32, the model's files say bfloat16"
+    assert again["engine_settings"] == []
+    assert ["kv_dtype"] in [other["differs_in"] for other in again["other_namespaces"]]
     with_its_own = why(shared.pool, "--model", str(qwen3), "--kv-dtype", "float32", TEXT)
     assert runs(with_its_own) == [(0, last, "hit")], "the tokenizer of the model's folder"
     assert why(shared.pool, "--url", server.url, "--salt", "tenant", TEXT)["without"] == {"salt": last + 1}

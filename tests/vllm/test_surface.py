@@ -232,6 +232,14 @@ def test_prometheus_counters_hold_what_the_engine_did(start: Start) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("page_tokens, said", [(32, "32"), (0, "")], ids=("set", "by default"))
+def test_what_the_engine_computes_in_and_its_page_where_that_was_set(start: Start, page_tokens: int, said: str) -> None:
+    engine, registry = start(page_tokens=page_tokens), CollectorRegistry()
+    prometheus(engine, registry)
+    labels = {"model_name": "m", "engine": "1", "dtype": "float16", "page_tokens": said}
+    assert registry.get_sample_value("vllm:mooncake_connector_engine_info", labels) == 1
+
+
 def test_histograms_add_up_over_workers_and_engines_stay_apart(start: Start) -> None:
     engine, registry = start(), CollectorRegistry()
     metrics = prometheus(engine, registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 from mooncake_connector.cli.live import NoFigures, base_of, fetch, info_of, look_at
 from mooncake_connector.cli.why.prompt import PromptError, token_ids
 from mooncake_connector.log import printable
+from mooncake_connector.metrics.registry import ENGINE_INFO, VLLM_PREFIX
 
 _PATIENCE_S = 30.0
 _DTYPES = {
@@ -60,13 +62,19 @@ def look_up(url: str) -> Server:
 
 
 def _of_vllm(base: str) -> dict[str, Any]:
-    """vLLM's /metrics have its cache's dtype where it was given one; otherwise it is the model's, of which they are
-    silent."""
+    """vLLM's /metrics have its cache's dtype where it was given one; otherwise it is what the engine computes in, which
+    ours say."""
     try:
-        told = look_at(base).samples.get("vllm:cache_config_info", ())
+        samples = look_at(base).samples
     except NoFigures:
         return {}
-    return _kv_dtype(next((labels.get("cache_dtype") for labels, _ in told), None))
+    cache, ours = (
+        next((labels for labels, _ in samples.get(name, ())), {})
+        for name in ("vllm:cache_config_info", ENGINE_INFO.series(VLLM_PREFIX))
+    )
+    kind, page_tokens = cache.get("cache_dtype", "auto"), ours.get("page_tokens", "")
+    fields = _kv_dtype(ours.get("dtype") if kind == "auto" else kind)
+    return fields | ({"page_tokens": int(page_tokens)} if re.fullmatch("[1-9][0-9]{0,8}", page_tokens) else {})
 
 
 def _of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.why import prompt
+from mooncake_connector.cli.why.server import look_up
 from mooncake_connector.kv.keys import page_keys
 
 
@@ -49,6 +50,14 @@ def served(model: object, owner: str = "vllm") -> dict[str, object]:
     return {"data": [{"id": "served", "root": str(model), "owned_by": owner}]}
 
 
+AUTO = 'vllm:cache_config_info{cache_dtype="auto",engine="0"} 1.0\n'
+
+
+def computing(labels: str) -> str:
+    """As the connector says on vLLM's /metrics what it cannot be known from the model's files."""
+    return f'vllm:mooncake_connector_engine_info{{engine="0",{labels}}} 1.0\n'
+
+
 @pytest.fixture
 def server(model) -> Iterator[str]:
     """An engine that serves the model, as far as `why` asks it."""
@@ -77,6 +86,8 @@ class TestPrompts:
     @pytest.mark.parametrize(
         "owner, path, said, field, value",
         [("vllm", "/metrics", 'vllm:cache_config_info{cache_dtype="fp8",engine="0"} 1.0\n', "kv_dtype", "fp8_e4m3"),
+         ("vllm", "/metrics", AUTO + computing('dtype="float16"'), "kv_dtype", "float16"),
+         ("vllm", "/metrics", computing('dtype="bfloat16",page_tokens="128"'), "page_tokens", 128),
          ("sglang", "/server_info", {"kv_cache_dtype": "auto", "dtype": "float16"}, "kv_dtype", "float16"),
          ("sglang", "/server_info", {"kv_cache_dtype": "bf16", "dtype": "half"}, "kv_dtype", "bfloat16"),
          ("sglang", "/server_info", {"page_size": 128}, "page_tokens", 128)],
@@ -87,6 +98,20 @@ class TestPrompts:
         for each in (own, replace(name, **{field: {"kv_dtype": "float32", "page_tokens": 32}[field]})):
             stored(store.space(each, WHOLE), page_keys(TOKENS, each.page_tokens))
         assert asked_json("--url", server, "a prompt")["namespace"] == own.digest.hex()
+
+    @pytest.mark.parametrize(
+        "said",
+        ['vllm:cache_config_info{cache_dtype="fp8_ds_mla"} 1.0\n' + computing('dtype="float16"'),
+         AUTO + computing('dtype="complex64",page_tokens="0"'),
+         AUTO + computing(f'page_tokens="{"9" * 5000}"'),
+         AUTO + computing('dtype="",page_tokens="-64"')],
+        ids=("a packed cache", "no such dtype", "no such page", "nothing"),
+    )  # fmt: skip
+    def test_what_no_namespace_has_is_not_taken_from_a_server(self, space, server, model, said):
+        stored(space, KEYS)
+        _Server.pages |= {"/metrics": said}
+        assert look_up(server).fields == {}
+        assert asked_json("--url", server, "a prompt")["hit_tokens"] == 640
 
     def test_sglang_names_its_folder_apart(self, space, server, model):
         _Server.pages = {"/v1/models": served("served", "sglang"), "/server_info": {"model_path": str(model)}}
