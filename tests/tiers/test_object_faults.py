@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from store_client.testing import PAGE_NBYTES, chain
 from store_client.tiers.base import Target, TierError
 from store_client.tiers.object.credentials import shared_credentials
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, write
+
+AGAIN_S = 0.2
+"""The package asks for keys that have ended not sooner."""
 
 
 @pytest.fixture(autouse=True)
@@ -279,6 +283,30 @@ def test_keys_of_a_profile_are_used(gateway, monkeypatch, tmp_path):
     tier.close()
     environment(monkeypatch, AWS_SHARED_CREDENTIALS_FILE=str(keys), **nothing)
     refused(lambda: opened(gateway.port), cause="denied", lasting=True)
+
+
+def test_keys_that_end_are_taken_anew_from_the_file(gateway, monkeypatch, tmp_path):
+    """Those of a session are good for hours, and others write the file while the tier is in use."""
+    monkeypatch.setattr("store_client.tiers.object.credentials._KEPT_S", 0.0)
+    keys = tmp_path / "credentials"
+    environment(
+        monkeypatch, AWS_SHARED_CREDENTIALS_FILE=str(keys), AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY=""
+    )  # fmt: skip
+
+    def become(secret: str) -> None:
+        keys.write_text(f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {secret}\n")
+        time.sleep(AGAIN_S)
+
+    become(SECRET)
+    tier, space, chained = opened(gateway.port), new_space(), chain("a", 1)
+    keys.write_text("[default]\n")
+    time.sleep(AGAIN_S)
+    assert contains(tier, space, chained) == [False], "half a file changes nothing"
+    become("those-that-have-ended")
+    refused(lambda: contains(tier, space, chained), cause="denied", lasting=True)
+    become(SECRET)
+    assert contains(tier, space, chained) == [False]
+    tier.close()
 
 
 def test_where_keys_are_looked_for(tmp_path):

@@ -39,7 +39,7 @@ def open_folder(tier: str, path: Path, limit: int, *, direct: bool) -> Opened:
 
     Raises TierError, OSError, lmdb.Error.
     """
-    make_folder(tier, path, private=True)
+    make_folder(tier, path)
     refuse_foreign(tier, path, lambda name: _is_ours(path, name))
     try:
         file = PageFile(path / PAGES, direct=direct)

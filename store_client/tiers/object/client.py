@@ -15,7 +15,7 @@ from mooncake_connector.config.tiers import ObjectTier
 from mooncake_connector.log import get_logger, log_once
 from store_client.tiers.base import TierError
 from store_client.tiers.loop_thread import LoopThread
-from store_client.tiers.object.credentials import shared_credentials
+from store_client.tiers.object.credentials import SharedCredentials
 from store_client.tiers.object.errors import is_missing, is_there_already, knows_no_condition, trouble
 from store_client.tiers.object.names import split_url
 
@@ -180,7 +180,7 @@ class Bucket:
 
     def _open(self, settings: ObjectTier, bucket: str, prefix: str) -> S3Store:
         seconds = timedelta(seconds=settings.timeout_s)
-        options: dict[str, Any] = dict(shared_credentials())
+        options: dict[str, Any] = {"credential_provider": SharedCredentials() or None}
         if settings.endpoint is not None:
             # Both, since AWS_ENDPOINT_URL_S3 in the environment would win over the first alone.
             options["endpoint"] = options["aws_endpoint_url_s3"] = settings.endpoint

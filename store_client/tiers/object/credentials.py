@@ -1,7 +1,8 @@
 """Where an object store's credentials come from: the places that AWS's own tools look in. They are in no message.
 
 The package that speaks to the store (obstore) takes the environment's keys, a web identity, a container's role and an
-instance's role by itself. It does not read the file of shared credentials, so keys that stand in it are read here.
+instance's role by itself. It does not read the file of shared credentials, so keys that stand in it are read here,
+again and again: some end after hours, and whoever renews them writes that file.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import configparser
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from store_client.tiers.base import TierError
 
@@ -20,6 +24,33 @@ _KEYS = {
 _BY_OBSTORE = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
 """Where one of these is set, the file is not asked."""
 _LIMIT_NBYTES = 1 << 20
+_KEPT_S = 360.0
+"""The package asks again five minutes before: keys are read once a minute."""
+
+
+class SharedCredentials:
+    """`shared_credentials` as `S3Store` wants them: called for each minute's requests, in any thread. While the file
+    has no keys, perhaps since it is just being written, those that it had last are used.
+
+    Raises TierError as `shared_credentials`, when it is made.
+    """
+
+    def __init__(self) -> None:
+        self._keys = shared_credentials()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._keys)
+
+    def __call__(self) -> Any:
+        with suppress(TierError):
+            self._keys = shared_credentials() or self._keys
+        return {
+            "access_key_id": self._keys["access_key_id"],
+            "secret_access_key": self._keys["secret_access_key"],
+            "token": self._keys.get("session_token"),
+            "expires_at": datetime.now(timezone.utc) + timedelta(seconds=_KEPT_S),
+        }
 
 
 def shared_credentials(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -226,6 +226,21 @@ def test_a_folder_of_its_own_is_private_and_what_it_lies_in_is_not_made(folder):
     assert {path.stat().st_mode & 0o077 for path in (folder / "below").rglob("*")} == {0}
 
 
+def test_what_is_no_folder_and_a_link_to_nothing_are_named(folder):
+    folder.write_bytes(b"thesis")
+    with pytest.raises(TierError, match="is no folder; set `path` to a folder") as caught:
+        open_disk(folder)
+    assert caught.value.lasting and folder.read_bytes() == b"thesis"
+    folder.unlink()
+    folder.symlink_to(folder.parent / "mount")
+    with pytest.raises(TierError, match=f"is a link to {folder.parent / 'mount'}, which is not there") as caught:
+        open_disk(folder)
+    assert not caught.value.lasting
+    (folder.parent / "mount").mkdir(mode=0o700)
+    open_disk(folder).close()
+    assert {path.name for path in (folder.parent / "mount").iterdir()} == {"pages", "index"}
+
+
 def test_a_capacity_out_of_range_is_refused(folder):
     with pytest.raises(TierError, match="capacity 1000 B is out of range"):
         open_disk(folder, 1000)
