@@ -86,7 +86,7 @@ class Agent:
         self._ended = asyncio.Event()
         self._reason = ""
         self._socket: os.stat_result | None = None
-        self._started_s = time.time()
+        self._started_s = time.monotonic()
 
     def run(self) -> str:
         """Serve until it is time to end; why it was. Raises PoolError, ConfigError or OSError where it cannot begin."""
@@ -184,7 +184,7 @@ class Agent:
             "version": __version__,
             "pool": str(self._pool),
             "mode": self._config.agent,
-            "uptime_s": round(time.time() - self._started_s, 1),
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
             "users": self._server.users,
             "asks": self._server.asks,
             "asked": self._server.asked,

@@ -73,12 +73,23 @@ def test_the_library_gives_up_before_the_call_must_end(timeout_s, stall, rpc_ms)
         ({}, "no master is named: set `master: HOST:PORT`, or MOONCAKE_MASTER or MOONCAKE_CONFIG_PATH"),
         ({**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "50%"}, "segment is '50%': expected a size such as 4GB"),
         ({"MOONCAKE_CONFIG_PATH": "/nowhere/mooncake.json"}, "the file /nowhere/mooncake.json .* cannot be"),
+        ({"MOONCAKE_MASTER": "10.0.0.1"}, "master is '10.0.0.1': expected HOST:PORT, or etcd://HOST:PORT"),
+        ({"MOONCAKE_MASTER": "10.0.0.1:5o051"}, "master is '10.0.0.1:5o051': expected HOST:PORT"),
+        ({"MOONCAKE_MASTER": "10.0.0.1:50051,10.0.0.2:50051"}, "expected HOST:PORT, or etcd://HOST:PORT;HOST:PORT"),
     ],
 )
 def test_what_cannot_be_used_is_said_and_lasts(environ, words):
     with pytest.raises(TierError, match=words) as caught:
         client_settings(MooncakeTier(), environ)
     assert caught.value.lasting and "tier mooncake (mooncake)" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["MOONCAKE_MASTER", "MOONCAKE_TE_META_DATA_SERVER"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(name):
+    """It would be in the log, and in the arguments of the process that tries a client."""
+    with pytest.raises(TierError, match="has an @, and is not shown here") as caught:
+        client_settings(MooncakeTier(), {**MASTER, name: "etcd://root:hush@10.0.0.1:2379"})
+    assert caught.value.lasting and "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "1"])

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_connector.config.tiers import MooncakeTier
+from mooncake_connector.config.values import shown
 from store_client.tiers.base import TierError
 
 _BUFFER_NBYTES = 16 << 20
 """What the library keeps for calls that this package does not use; it wants some."""
 _SIZE = re.compile(r"([0-9.]+)\s*([kmgt]?)i?b?", re.IGNORECASE)
+_MASTER = re.compile(r"[^\s/;,]+:\d{1,5}|[a-z0-9]+://[^\s/]+")
 # Ours, in Mooncake's file, in its variables.
 _NAMES = {
     "master": ("master_server_address", ("MOONCAKE_MASTER",)),
@@ -118,10 +120,16 @@ def _merged(tier: MooncakeTier, found: Mapping[str, Any]) -> ClientSettings:
     master = text("master", "")
     if not master:
         raise _wrong(tier, "no master is named: set `master: HOST:PORT`, or MOONCAKE_MASTER or MOONCAKE_CONFIG_PATH")
+    metadata = text("metadata", "P2PHANDSHAKE")
+    for name, value in {"master": master, "metadata": metadata}.items():
+        if "@" in value:
+            raise _wrong(tier, f"{name} has an @, and is not shown here: expected no user and password in an address")
+    if not _MASTER.fullmatch(master):
+        raise _wrong(tier, f"master is {shown(master)}: expected HOST:PORT, or etcd://HOST:PORT;HOST:PORT")
     protocol = text("protocol", "tcp").lower()
     return ClientSettings(
         master=master,
-        metadata=text("metadata", "P2PHANDSHAKE"),
+        metadata=metadata,
         host=text("host", "") or _own_address(_address(master)),
         protocol=protocol,
         device=text("device", ""),
