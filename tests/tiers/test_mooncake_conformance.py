@@ -9,7 +9,7 @@ from store_client.tiers.testing import TierConformance
 @pytest.fixture(scope="module")
 def cluster():
     needs_mooncake()
-    with Cluster() as running:
+    with Cluster(flags=("--default_kv_lease_ttl=60000", "--client_ttl=120")) as running:  # a busy machine reads long
         yield running
 
 
