@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import ENV_PREFIX
-from mooncake_connector.log import get_logger, kind_of, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once, printable
 from store_client.agent import lock as lock_
 from store_client.agent.settings import dump_settings
 from store_client.embedded.folder import AGENT_LOG
@@ -34,6 +34,7 @@ _WELL_S = 60.0
 """A connection that lasted so long says that the agent works: the next start is not put off."""
 _DETACHED_S = 30.0
 _STOP_S = 15.0
+_LAST_NBYTES = 4096
 _VARIABLES = {
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME",
     "VIRTUAL_ENV", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
@@ -52,6 +53,8 @@ class Starter:
         self._pool, self._config = pool, config
         self._pause_s = _FIRST_PAUSE_S
         self._next_s = 0.0
+        self._served = True
+        """Whether the agent that was started last has welcomed this process."""
         self._agent: Agent | None = None
         self._thread: threading.Thread | None = None
 
@@ -66,8 +69,10 @@ class Starter:
             lock = lock_.hold(self._pool)
             if lock is None:  # one is about to listen, or to fail at that
                 return True
-            begin = self._begin_thread if self._config.agent == "embedded" else self._begin_process
-            begin(lock)
+            if self._config.agent == "embedded":
+                self._begin_thread(lock)
+            else:
+                self._begin_process(lock)
         except Exception as error:
             said = "the agent of pool %s cannot be started, so no page is fetched: %s (tried again in up to %d s)"
             log_once(f"agent.start:{kind_of(str(error))}", said, self._pool, error, _LONGEST_PAUSE_S, logger=logger)
@@ -76,6 +81,7 @@ class Starter:
 
     def lasted(self, connected_s: float) -> None:
         """The connection to an agent is over, after so long."""
+        self._served = True
         if connected_s > _WELL_S:
             self._pause_s = _FIRST_PAUSE_S
 
@@ -86,6 +92,12 @@ class Starter:
             self._thread.join(_STOP_S)
 
     def _begin_process(self, lock: int) -> None:
+        if not self._served:  # nobody else reads what it says
+            said = "no page is fetched: the agent of pool %s that was started ended and not served this process: %s"
+            words = _last_words(self._pool / AGENT_LOG)
+            kind = kind_of(words.partition(": ")[2])  # without time and level
+            log_once(f"agent.unserved:{kind}", said, self._pool, words, logger=logger)
+        self._served = False
         try:
             start_process(self._pool, self._config, lock)
         finally:
@@ -132,6 +144,20 @@ def start_process(pool: Path, config: Config, lock: int) -> None:
     if starting.returncode:
         raise OSError(f"the first process of the agent ended with {starting.returncode}; see {pool / AGENT_LOG}")
     logger.info("the agent of pool %s was started; it says in %s how it goes", pool, pool / AGENT_LOG)
+
+
+def _last_words(log: Path) -> str:
+    """Of an agent that has ended."""
+    try:
+        fd = open_file(log, os.O_RDONLY)
+        try:
+            end = os.pread(fd, _LAST_NBYTES, max(0, os.fstat(fd).st_size - _LAST_NBYTES))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return f"{log} cannot be read: {error}"
+    lines = end.decode(errors="replace").splitlines()
+    return printable(lines[-1], 1000) if lines else f"{log} is empty"
 
 
 def wanted_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -365,6 +365,21 @@ def test_where_it_cannot_be_started_the_pool_serves_alone_with_one_line(pool, co
     assert len([line for line in caplog.messages if "cannot be started" in line]) == 1
 
 
+def test_why_an_agent_ends_before_it_serves_is_in_the_engines_log_as_well(pool, tmp_path, caplog):
+    secret = tmp_path / "secret"
+    secret.write_text("short")
+    secret.chmod(0o600)
+    (tmp_path / "shared").mkdir()
+    tiers = [{"kind": "folder", "path": str(tmp_path / "shared")}]
+    config = configured(pool, agent="auto", tiers=tiers, secret_file=str(secret))
+    with TieredStore(EmbeddedStore(pool, CAPACITY), config):
+        until(lambda: [line for line in caplog.messages if "not served" in line and f"{secret} holds 5" in line])
+        secret.write_text("long enough for a secret")
+        until(lambda: report_of(pool))
+    assert ask_to_stop(pool, DEADLINE_S)
+    assert len([line for line in caplog.messages if "not served" in line]) == 1
+
+
 def test_an_embedded_agent_is_one_processes_and_the_next_ones_when_that_is_killed(pool, tmp_path):
     program = """
         with tiered(pool, config):
