@@ -73,6 +73,8 @@ def claim(tier: str, root: Path) -> None:
 
 def _claim_new(tier: str, root: Path) -> None:
     if not root.is_dir():
+        if root.exists():
+            raise TierError(f"{tier}: {root} is no folder; set `path` to a folder", "denied", lasting=True)
         raise TierError(
             f"{tier}: folder {root} is not there: mount what it lies on, or make it once, from one host: "
             f"mkdir -m 700 {root} (it is never made by itself, which would be on the wrong disk without the mount)",

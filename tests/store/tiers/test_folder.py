@@ -214,6 +214,9 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(TierError, match=f"mkdir -m 700 {tmp_path}/none") as caught:
         open_folder(tmp_path / "none")
     assert caught.value.cause == "unavailable" and os.listdir(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(TierError, match=f"{tmp_path}/file is no folder; set `path` to a folder"):
+        open_folder(tmp_path / "file")
 
 
 def test_a_mount_that_is_gone_is_an_error_and_nothing_is_written_below_it(tmp_path):
