@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,8 @@ from typing import Annotated
 import typer
 
 from mooncake_connector.cli import pool as pool_
-from mooncake_connector.cli.output import Json, PoolFolder, print_json, typed_path
+from mooncake_connector.cli.columns import clean
+from mooncake_connector.cli.output import Json, PoolFolder, human_seconds, print_json, typed_path
 from mooncake_connector.cli.store import Which
 from mooncake_connector.errors import MooncakeConnectorError, PoolError
 from store_client import EmbeddedStore
@@ -66,13 +68,20 @@ def record(
         store.used_chains(watch)
         recording = Recording(file, space.namespace.page_tokens, requests)
         try:
-            _follow(store, watch, recording, ends_s)
+            _follow(store, space, watch, recording, ends_s)
         except OSError as error:
             raise MooncakeConnectorError(
                 f"{file}: {error.strerror or error}; the {recording.requests:,} requests until then are in it, and "
                 "`simulate` reads them"
             ) from None
     _say(file, recording.requests, as_json)
+
+
+def _say_what(space: SpaceInfo, ends_s: float) -> None:
+    name = space.namespace
+    typer.echo(f"recording {name.digest.hex()[:8]} ({clean(name.model_name)})", err=True)
+    lasts = human_seconds(max(0.0, ends_s - time.monotonic()))
+    typer.echo(f"for {lasts}; Ctrl-C ends it and keeps what there is", err=True)
 
 
 def _say(file: Path | None, requests: int, as_json: bool) -> None:
@@ -82,9 +91,11 @@ def _say(file: Path | None, requests: int, as_json: bool) -> None:
         typer.echo(f"{requests:,} requests in {file}" if file is not None else "nothing was recorded: there is no file")
 
 
-def _follow(store: EmbeddedStore, watch: Watch, recording: Recording, ends_s: float) -> None:
+def _follow(store: EmbeddedStore, space: SpaceInfo, watch: Watch, recording: Recording, ends_s: float) -> None:
     """Record until the end, or Ctrl-C. Raises OSError where the file cannot be written."""
     try:
+        if sys.stderr.isatty():
+            _say_what(space, ends_s)
         while time.monotonic() < ends_s and not recording.is_full:
             time.sleep(min(_LOOK_PERIOD_S, max(0.0, ends_s - time.monotonic())))
             recording.add(store.used_chains(watch), now_ns())

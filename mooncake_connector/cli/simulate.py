@@ -108,11 +108,12 @@ def simulate(
         return
     rows = [[human_nbytes(size), *_cells(outcomes, size, policies, prefill)] for size in sizes]
     headings = ["capacity>", *(f"{name}>" for name in policies), "prefill saved>"]
-    title = f"{trace.name}: {len(seen.requests):,} requests, hit tokens of {outcomes[0].tokens:,}"
+    title = f"{trace.name}: {len(seen.requests):,} requests, {outcomes[0].tokens:,} prompt tokens"
     print_table(sheet(title, headings, rows, width()))
     typer.echo()
-    for line in folded(sentence(outcomes, policies), width() or 10_000):
-        typer.echo(line)
+    what = f"Shares of prompt tokens that hit, and what the best policy saves at {prefill:,.0f} tokens/s (--prefill)."
+    for line in (what, sentence(outcomes, policies)):
+        typer.echo("\n".join(folded(line, width() or 10_000)))
 
 
 def _cells(outcomes: Sequence[Outcome], size: int, policies: Sequence[str], prefill: float) -> list[str]:
@@ -125,6 +126,8 @@ def sentence(outcomes: Sequence[Outcome], policies: Sequence[str]) -> str:
     """What size to choose, in words: "48 GiB gives 71 %, doubling it 74 %"."""
     best = max(policies, key=lambda name: sum(each.hit_rate for each in outcomes if each.policy == name))
     mine = [each for each in outcomes if each.policy == best]
+    if not any(each.hit_tokens for each in outcomes):
+        return "Nothing hits at any of these sizes: no prompt begins with a full page of one that was still there."
     pair = advice(mine)
     if pair is None:
         return f"{human_nbytes(mine[-1].capacity_nbytes)} gives {mine[-1].hit_rate:.0%} ({best})."

@@ -16,6 +16,7 @@ from typing import IO
 
 import xxhash
 
+from store_client.embedded.table import USES_APART_NS
 from store_client.embedded.watching import UsedChain
 from store_client.simulation.traces import KIND
 
@@ -67,13 +68,21 @@ class Recording:
             self._settle(self._open.pop(last))
 
     def _continued(self, chain: UsedChain) -> _Open | None:
-        """The request that this chain goes on with: one whose last page is in it and was not used for itself since."""
+        """The request that this chain goes on with: one whose last page is in it and was not used for itself since.
+
+        The same chain again, more than a second after that began, is another request, whatever its uses: they are not
+        counted without end, nor where one comes within a second of the other for as long as that goes on.
+        """
         for at in range(len(chain.pages) - 1, -1, -1):
             former = self._open.get(chain.pages[at])
             if former is None:
                 continue
             del self._open[chain.pages[at]]
-            if chain.uses[at] == former.uses:
+            if at == len(chain.pages) - 1:
+                is_another = chain.used_ns - former.begun_ns > USES_APART_NS
+            else:
+                is_another = chain.uses[at] != former.uses
+            if not is_another:
                 return former
             self._settle(former)
             return None

@@ -39,12 +39,22 @@ def test_the_table_has_every_size_and_policy_and_the_sentence_says_which(files):
     result = simulate(files, "--capacity", "4MiB..128MiB")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0].startswith("trace.jsonl: 60 requests") and lines[1].split()[:4] == [
+    assert lines[0] == "trace.jsonl: 60 requests, 153,600 prompt tokens" and lines[1].split()[:4] == [
         "capacity", "lru", "s3-fifo", "auto",
     ]  # fmt: skip
     sizes = [line.split()[0] for line in lines[2:8]]
     assert sizes == ["4.0", "8.0", "16.0", "32.0", "64.0", "128.0"]
+    assert lines[-2].endswith("at 10,000 tokens/s (--prefill).")
     assert "gives" in lines[-1] and "doubling it" in lines[-1]
+
+
+def test_where_nothing_comes_again_no_size_is_advised(files):
+    trace, _ = files
+    lines = ({"timestamp": at, "input_length": 512, "output_length": 1, "hash_ids": [at]} for at in range(20))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = simulate(files, "--capacity", "4MiB..16MiB")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1].startswith("Nothing hits at any of these sizes: ")
 
 
 def test_json_has_the_figures_of_one_policy_and_more_memory_finds_more(files):

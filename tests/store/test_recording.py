@@ -1,8 +1,11 @@
 """Recording a pool's traffic: what is written is what was asked for, and nothing else."""
 
 import json
+import signal
 
 import pytest
+from ground.terminal import Terminal
+from simulated.waiting import wait_for
 from store.pools import as_root, fill, inside, mounted, space_in
 from typer.testing import CliRunner
 
@@ -11,6 +14,7 @@ from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.embedded import table, watching
 from store_client.embedded.names import hash_key, identify
+from store_client.embedded.table import MOST_USES
 from store_client.embedded.watching import UsedChain, Watch
 from store_client.simulation.recording import Recording
 from store_client.simulation.traces import read_trace
@@ -91,6 +95,21 @@ def test_pages_stored_as_they_are_computed_are_one_request_and_a_read_begins_ano
     assert requests[0]["hash_ids"] == requests[1]["hash_ids"][:3]
 
 
+def test_a_prompt_that_comes_again_and_again_is_recorded_each_time_but_at_most_once_a_second(tmp_path):
+    """Uses of a page are counted up to a limit, and not those within a second of the one before."""
+    recording, second = Recording(tmp_path / "r", 64, 100), 10**9
+    for number in range(20):
+        at_ns = 5 * number * second
+        recording.add([UsedChain(at_ns, (1, 2), (min(number, MOST_USES),) * 2)], at_ns)
+    for number in range(20):
+        at_ns = 100 * second + number * second // 4
+        recording.add([UsedChain(at_ns, (7, 8, 9), (MOST_USES, MOST_USES, 0))], at_ns)
+    recording.close()
+    found = sorted((each["timestamp"], len(each["hash_ids"])) for each in written(tmp_path / "r")[1:])
+    assert found[:20] == [(5000 * number, 2) for number in range(20)]
+    assert found[20:] == [(100_000 + 1250 * number, 3) for number in range(4)]
+
+
 def test_a_recording_is_bounded_private_and_says_nothing_of_names(tmp_path):
     for name in ("one", "two"):
         recording = Recording(tmp_path / name, 64, 3)
@@ -151,6 +170,16 @@ def test_a_recording_of_a_pool_without_pages_begins_after_the_first(pool, tmp_pa
         result = CliRunner().invoke(app, ["record", str(file), "--pool", str(pool), "--for", "120s"])
     assert result.exit_code == 0 and "begins after the first of them" in result.output, result.output
     assert [len(request.pages) for request in read_trace(file).requests] == [5]
+
+
+def test_in_a_terminal_it_says_what_it_records_and_how_it_ends(pool, tmp_path):
+    fill(pool)
+    file, id = tmp_path / "r", namespace().digest.hex()[:8]
+    with Terminal("record", str(file), "--pool", str(pool), "--for", "2h") as terminal:
+        wait_for(lambda: "Ctrl-C ends it" in terminal.read() or terminal.process.poll() is not None)
+        assert f"recording {id} (" in terminal.drawn and "for 2.0 h; Ctrl-C ends it and keeps" in terminal.drawn
+        assert terminal.ends(signal.SIGINT) == 0
+        assert f"0 requests in {file}" in terminal.drawn.replace("\r\n", "")
 
 
 @pytest.mark.parametrize("more, said", [([], "nothing was recorded"), (["--json"], '"file": null')])

@@ -106,7 +106,7 @@ class Screen:
         ])  # fmt: skip
         lines += self._row("stored", [
             _bytes_s(rates.get("stored_nbytes", 0)), f"{_number(rates.get('stored_pages', 0))} pages/s",
-            f"{_number(rates.get('present_pages', 0))}/s were there",
+            f"{_number(rates.get('present_pages', 0))}/s already there",
         ])  # fmt: skip
         used, capacity = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
         lines += self._row("fill", [

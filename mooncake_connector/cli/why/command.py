@@ -230,7 +230,7 @@ def _where(family: Family | None) -> str:
     if family is None:
         return "; the pool has no namespace for this model, as it is asked for"
     name = family.namespace
-    had = f"{family.pages:,} pages" if family.pages else "nothing of it is stored"
+    had = f"{family.pages:,} pages in all" if family.pages else "nothing of it is stored"
     return f", namespace {family.id} ({clean(name.model_name)}, {name.kv_dtype}, {had})"
 
 
