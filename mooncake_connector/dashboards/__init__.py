@@ -46,5 +46,6 @@ def export(folder: Path, *, replace: bool = False) -> Sequence[Path]:
         for path, text in paths.items():
             path.write_text(text, "utf-8")
     except OSError as error:
-        raise ExportError(f"the dashboards cannot be written to {folder}: {error}; name a folder that can") from error
+        why = error.strerror or error
+        raise ExportError(f"the dashboards cannot be written to {folder} ({why}): name another folder") from error
     return list(paths)
