@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -83,7 +84,7 @@ class Client:
         self._mouth: Mouth | None = None
         """Numbers, `_in_flight`, `_kept` and what the agent calls places belong to who has its turn to speak."""
         self._closed = False
-        self._starter = Starter(pool, config)
+        self._starter = Starter(pool, config, partial(self._fail, "agent_lost"))
         self._thread = threading.Thread(target=self._run, name="mooncake-connector-agent", daemon=True)
         self._thread.start()
 

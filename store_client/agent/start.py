@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import ENV_PREFIX
-from mooncake_connector.log import get_logger, kind_of, log_once, printable
+from mooncake_connector.log import get_logger, printable
 from store_client.agent import lock as lock_
 from store_client.agent.settings import dump_settings
 from store_client.embedded.folder import AGENT_LOG
@@ -47,10 +47,14 @@ logger = get_logger(__name__)
 
 
 class Starter:
-    """Belongs to one thread."""
+    """Belongs to one thread.
 
-    def __init__(self, pool: Path, config: Config) -> None:
-        self._pool, self._config = pool, config
+    Args:
+        lost: counts and says why no agent serves: a message and what belongs into it, the error last.
+    """
+
+    def __init__(self, pool: Path, config: Config, lost: Callable[..., None]) -> None:
+        self._pool, self._config, self._lost = pool, config, lost
         self._pause_s = _FIRST_PAUSE_S
         self._next_s = 0.0
         self._served = True
@@ -74,8 +78,8 @@ class Starter:
             else:
                 self._begin_process(lock)
         except Exception as error:
-            said = "the agent of pool %s cannot be started, so no page is fetched: %s (tried again in up to %d s)"
-            log_once(f"agent.start:{kind_of(str(error))}", said, self._pool, error, _LONGEST_PAUSE_S, logger=logger)
+            said = "no page is fetched: the agent of pool %s cannot be started (tried again within %d s): %s"
+            self._lost(said, self._pool, _LONGEST_PAUSE_S, error)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return True
 
@@ -94,9 +98,7 @@ class Starter:
     def _begin_process(self, lock: int) -> None:
         if not self._served:  # nobody else reads what it says
             said = "no page is fetched: the agent of pool %s that was started ended and not served this process: %s"
-            words = _last_words(self._pool / AGENT_LOG)
-            kind = kind_of(words.partition(": ")[2])  # without time and level
-            log_once(f"agent.unserved:{kind}", said, self._pool, words, logger=logger)
+            self._lost(said, self._pool, _last_words(self._pool / AGENT_LOG))
         self._served = False
         try:
             start_process(self._pool, self._config, lock)
@@ -116,7 +118,7 @@ class Starter:
             self._agent = Agent(self._pool, self._config, lock, idle_s=None)
             self._agent.run()
         except Exception as error:
-            log_once(f"agent.ended:{kind_of(str(error))}", "the embedded agent ended: %s", error, logger=logger)
+            self._lost("no page is fetched: the embedded agent ended: %s", error)
         finally:
             lock_.let_go(lock)
 
@@ -147,7 +149,7 @@ def start_process(pool: Path, config: Config, lock: int) -> None:
 
 
 def _last_words(log: Path) -> str:
-    """Of an agent that has ended."""
+    """Of an agent that has ended, without their time."""
     try:
         fd = open_file(log, os.O_RDONLY)
         try:
@@ -157,7 +159,7 @@ def _last_words(log: Path) -> str:
     except OSError as error:
         return f"{log} cannot be read: {error}"
     lines = end.decode(errors="replace").splitlines()
-    return printable(lines[-1], 1000) if lines else f"{log} is empty"
+    return printable(lines[-1].partition(": ")[2] or lines[-1], 1000) if lines else f"{log} is empty"
 
 
 def wanted_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -360,6 +360,7 @@ def test_where_it_cannot_be_started_the_pool_serves_alone_with_one_line(pool, co
         until(lambda: [line for line in caplog.messages if "cannot be started" in line])
         put_chain(space, chain("a", 2))
         assert space.lookup(chain("a", 3)) == Lookup(2, unheard=True)
+        assert store._client.failures["agent_lost"]
         (pool / "agent.lock").rmdir()
         until(lambda: store._client.ready)
     assert len([line for line in caplog.messages if "cannot be started" in line]) == 1
@@ -372,8 +373,9 @@ def test_why_an_agent_ends_before_it_serves_is_in_the_engines_log_as_well(pool, 
     (tmp_path / "shared").mkdir()
     tiers = [{"kind": "folder", "path": str(tmp_path / "shared")}]
     config = configured(pool, agent="auto", tiers=tiers, secret_file=str(secret))
-    with TieredStore(EmbeddedStore(pool, CAPACITY), config):
+    with TieredStore(EmbeddedStore(pool, CAPACITY), config) as store:
         until(lambda: [line for line in caplog.messages if "not served" in line and f"{secret} holds 5" in line])
+        assert store._client.failures["agent_lost"]
         secret.write_text("long enough for a secret")
         until(lambda: report_of(pool))
     assert ask_to_stop(pool, DEADLINE_S)
@@ -473,7 +475,7 @@ def test_an_agent_that_crashes_at_each_start_is_started_ever_more_rarely(pool, c
     monkeypatch.setattr(start, "_LONGEST_PAUSE_S", 60.0)
     monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(start, "start_process", lambda *_: starts.append(now_s[0]))
-    starter = start.Starter(pool, config)
+    starter = start.Starter(pool, config, print)
 
     def an_hour() -> list[float]:
         starts.clear()
