@@ -214,10 +214,10 @@ class Fetcher:
             follows = [key for key in batch.parents[:1] if key is not None and after is not None and not after.ended]
         landing = Landing(self.may_publish, self._sources[batch.tier], batch, until)
         results = landing.run(self._pool, follows, self._clerk)
+        landing.remove_corrupt()  # before it is fetched again, or written by who computes it now
         with self._locked():
             batch.publishing = False
             self._plan.ended(batch, results)
-        landing.remove_corrupt()
 
     def may_publish(self, batch: Batch, until: float) -> str:
         """Wait for the page before it; why the batch must not be published, or ""."""

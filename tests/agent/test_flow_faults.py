@@ -152,6 +152,25 @@ def test_a_page_whose_seal_does_not_fit_is_a_miss_and_removed_from_the_tier(stor
     assert sum("is not that page" in record.message for record in caplog.records) == 1
 
 
+def test_a_page_whose_seal_does_not_fit_is_read_once_before_it_is_removed(store, tier):
+    """Scheduler and workers of an engine ask one after the other; who computes it again writes it back."""
+    keys, seconds = chain("a", 4), []
+    put_into(tier, keys)
+    tier.corrupt = True
+
+    def ask_again() -> None:
+        _, second = ask(flow, keys)
+        second.wait(lambda word: word.coming or word.done)
+        seconds.append(second)
+
+    tier.before["remove"] = ask_again
+    with flowing(store, tier) as flow:
+        assert fetch(flow, keys)[0].cause == "corrupt"
+        wait_until(lambda: seconds)
+        assert seconds[0].end().cause == "corrupt"
+        assert tier.made("read") == [tuple(keys)] and flow.stats()[0].corrupt_pages == 4
+
+
 def test_pages_behind_one_that_failed_come_from_where_it_does(store, space):
     broken, other = MemoryTier(), MemoryTier()
     keys = chain("a", 16)
