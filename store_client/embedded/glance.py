@@ -1,6 +1,8 @@
 """A pool's figures, for its own processes, and for who looks in from outside without a lock or a write."""
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +15,30 @@ from store_client.embedded.folder import Unusable, index_nbytes, read_descriptio
 from store_client.embedded.locks import read_file
 from store_client.embedded.names import U64
 from store_client.embedded.owners import waiting_counts
-from store_client.embedded.table import AGES, CAUSES, COUNTERS, HEADER_NBYTES, counters_in, totals_in
+from store_client.embedded.table import (
+    AGES,
+    CAUSES,
+    COUNTERS,
+    HEADER_NBYTES,
+    counters_in,
+    handovers_in,
+    totals_in,
+)
+
+_LOOKS, _PAUSE_S = 20, 0.002
+"""Where a process was killed while it handed counts over, and nobody has since, all of them are in vain."""
 
 
-def figures(location: str, max_pages: int, header: U64, waiting: dict[str, int]) -> StoreStats:
-    """What a table's header says, and `waiting`: what processes have counted and not handed over yet.
-
-    The header is to be read before: what is handed over in between is then missing for a moment, and not there twice.
-    """
+def figures(
+    location: str, max_pages: int, read_header: Callable[[], U64], read_waiting: Callable[[], dict[str, int]]
+) -> StoreStats:
+    """What a table's header says, and what processes have counted and not handed over yet, at one moment: both are read
+    again where counts were handed over in between."""
+    for _ in range(_LOOKS):
+        header, waiting = read_header(), read_waiting()
+        if handovers_in(header) % 2 == 0 and handovers_in(read_header()) == handovers_in(header):
+            break
+        time.sleep(_PAUSE_S)
     counts = counters_in(header)
     for name, count in waiting.items():
         counts[name] += count
@@ -61,11 +79,16 @@ def _look(pool: Path) -> tuple[str, StoreStats]:
         if description is None:
             raise PoolError(f"there is no pool in {pool}")
         data = description.data(pool)
-        header = np.frombuffer(read_file(data / "table", 0, HEADER_NBYTES).ljust(HEADER_NBYTES, b"\0"), dtype="<u8")
-        waiting = waiting_counts(data / "owners")
+        stats = figures(
+            str(pool), description.max_pages, lambda: _header(data / "table"), lambda: waiting_counts(data / "owners")
+        )
     except (Unusable, OSError) as error:
         raise PoolError(f"pool {pool} gives no figures: {error}") from None
-    return description.id, figures(str(pool), description.max_pages, header, waiting)
+    return description.id, stats
+
+
+def _header(table: Path) -> U64:
+    return np.frombuffer(read_file(table, 0, HEADER_NBYTES).ljust(HEADER_NBYTES, b"\0"), dtype="<u8")
 
 
 def _not_below(stats: StoreStats, former: StoreStats) -> StoreStats:

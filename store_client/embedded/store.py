@@ -165,8 +165,7 @@ class EmbeddedStore(Store):
         return self._handle.ask(self._closed, self._stats)
 
     def _stats(self, pool: Pool) -> StoreStats:
-        header = pool.table.header()
-        return figures(str(self.path), pool.table.max_pages, header, pool.waiting_counts())
+        return figures(str(self.path), pool.table.max_pages, pool.table.header, pool.waiting_counts)
 
     def lock_memory(self, locks: MemoryLocks) -> None:
         self._handle.lock_memory(self._closed, locks)

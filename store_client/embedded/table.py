@@ -7,7 +7,8 @@ true is decided by the LMDB transaction that holds the redo record; this file is
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ AGES = (*(f"evicted_within_{bound_s:.0f}_s" for bound_s in AGES_S), "evicted_lat
 the seconds of all together."""
 _NAMED = (*COUNTERS, *CAUSES, *AGES)
 """In the order of the header: a new name goes to the end, and older pools have it as 0."""
-_APPLIED, _PAGES, _USED, _CAPACITY, _CLEARS = range(5)
+_APPLIED, _PAGES, _USED, _CAPACITY, _CLEARS, _HANDOVERS = range(6)
 _EVICTION, _COUNTS_USES = 16, 17
 _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
@@ -86,6 +87,11 @@ def counters_in(header: U64) -> dict[str, int]:
 def totals_in(header: U64) -> tuple[int, int, int]:
     """Pages, granules that they take, and granules that they may take."""
     return int(header[_PAGES]), int(header[_USED]), int(header[_CAPACITY])
+
+
+def handovers_in(header: U64) -> int:
+    """How often counts were handed over, twice; odd while they are. See `Table.handing_over`."""
+    return int(header[_HANDOVERS])
 
 
 class Found(NamedTuple):
@@ -159,8 +165,18 @@ class Table:
         self._header[_CAPACITY] = granules
 
     def header(self) -> U64:
-        """A copy, for `counters_in` and `totals_in`."""
+        """A copy, for `counters_in`, `totals_in` and `handovers_in`."""
         return self._header.copy()
+
+    @contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """While counts move from a process's page into the header: who reads both looks again. Under the write lock
+        only; a process that is killed meanwhile leaves the number odd for the next one."""
+        self._header[_HANDOVERS] |= 1
+        try:
+            yield
+        finally:
+            self._header[_HANDOVERS] += 1
 
     def add_counters(self, deltas: dict[str, int]) -> None:
         for i, name in enumerate(_NAMED):

@@ -75,7 +75,8 @@ class Writer:
 
     def _settle(self) -> None:
         """Hand in counts, give back what this process could not commit, forget what it found corrupt."""
-        self._table.add_counters(self._owners.counters.take())
+        with self._table.handing_over():
+            self._table.add_counters(self._owners.counters.take())
         if self._abandoned:
             abandoned = list(self._abandoned)
             with self._ledger.transaction() as draft:
@@ -331,8 +332,9 @@ class Writer:
                     self._forget_owner(owner)
 
     def _forget_owner(self, owner: bytes) -> None:
-        self._table.add_counters(self._owners.counts(owner))
-        self._owners.forget(owner)
+        with self._table.handing_over():
+            self._table.add_counters(self._owners.counts(owner))
+            self._owners.forget(owner)
 
     def resize(self, capacity: int, deadline: float) -> None:
         """Make `capacity` granules the limit; pages beyond it are evicted before.

@@ -1,13 +1,16 @@
 """A look at a pool's figures from outside."""
 
 import json
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
-from store.pools import running, space_in
+from store.pools import inside, running, space_in
 
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore
-from store_client.embedded import glance, pool_users
+from store_client.embedded import glance, owners, pool_users
 from store_client.embedded.glance import Glances
 from store_client.testing import chain, get_page, put_chain
 
@@ -35,8 +38,48 @@ def test_what_a_process_has_counted_and_not_handed_over_is_in_it(pool, store, sp
         assert Glances(pool).look()[1].hit_tokens == 320
 
 
-def test_no_counter_falls_while_counts_are_handed_over(pool, store, space, monkeypatch):
-    """They leave the process's page a moment before they are in the header."""
+@pytest.mark.parametrize("who", ["the pool", "a glance"])
+def test_what_is_handed_over_while_somebody_looks_is_there_once(pool, store, space, monkeypatch, who):
+    """Between the two places that are read, and while it is in neither."""
+    space.record_lookup(hit_pages=5, missed_pages=1, page_tokens=64)
+    settled, counts = [], owners.waiting_counts
+
+    def handed_over_before(folder, owner=None):
+        if not settled:
+            settled.append(None)
+            inside(store).writer.settle(time.monotonic() + 60)
+        return counts(folder, owner)
+
+    monkeypatch.setattr(owners, "waiting_counts", handed_over_before)
+    monkeypatch.setattr(glance, "waiting_counts", handed_over_before)
+    stats = store.stats() if who == "the pool" else Glances(pool).look()[1]
+    assert settled and stats.hit_tokens == 320
+
+
+def test_who_looks_waits_while_counts_are_in_neither_place(pool, store, space, monkeypatch):
+    space.record_lookup(hit_pages=5, missed_pages=1, page_tokens=64)
+    table, seen, waits, is_over = inside(store).table, [], threading.Event(), threading.Event()
+    looking = threading.Thread(target=lambda: seen.append(Glances(pool).look()[1].hit_tokens))
+    add = table.add_counters
+
+    def wait(seconds: float) -> None:
+        waits.set()
+        assert is_over.wait(60)
+
+    def add_once_somebody_waits(deltas: dict[str, int]) -> None:
+        looking.start()
+        waits.wait(10)
+        add(deltas)
+
+    monkeypatch.setattr(glance, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(table, "add_counters", add_once_somebody_waits)
+    inside(store).writer.settle(time.monotonic() + 60)
+    is_over.set()
+    looking.join(60)
+    assert seen == [320]
+
+
+def test_no_counter_falls_where_a_process_was_killed_while_it_handed_counts_over(pool, store, space, monkeypatch):
     glances = Glances(pool)
     space.record_lookup(hit_pages=5, missed_pages=1, page_tokens=64)
     assert glances.look()[1].hit_tokens == 320
