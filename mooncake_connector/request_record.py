@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -14,6 +15,10 @@ from mooncake_connector.request_line import RequestLine
 _MOST_RUNS = 32
 _LONGEST_ID = 256
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+"""In what is read; also a Unix time. Whoever writes into the pool's folder may write any number."""
+
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     """Pages `first` to `last` of a prompt, of which the same was known when it was looked up; see `store_client.runs`.
@@ -21,29 +26,29 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     `known` and `cause` are values of `Known` and `Lost`; the seconds count from that moment.
     """
 
-    first: int
-    last: int
+    first: Count
+    last: Count
     known: str
     cause: str | None = None
-    ago_s: float = 0.0
-    unused_s: float = 0.0
+    ago_s: Seconds = 0.0
+    unused_s: Seconds = 0.0
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a prompt, as in the request's line in the log."""
 
     id: str
-    at_s: float
+    at_s: Seconds
     """Unix time at which it was looked up."""
-    pid: int
+    pid: Count
     namespace: str
     """Hex digits of its digest; empty where the pool was not asked."""
-    page_tokens: int
-    prompt_tokens: int
-    local_tokens: int
-    hit_tokens: int
-    fetched_tokens: int
-    missed: dict[str, int]
+    page_tokens: Count
+    prompt_tokens: Count
+    local_tokens: Count
+    hit_tokens: Count
+    fetched_tokens: Count
+    missed: dict[str, Count]
     """Tokens by reason (`Miss`)."""
     miss: str | None
     has_salt: bool

@@ -65,6 +65,20 @@ class TestRequests:
         store.note_request("b", self.record("b").encode())
         assert len(json.loads(ask("--request", "b", "--json"))) == 1
 
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"at_s": -1e300}, {"at_s": 1e300}, {"missed": {"evicted": -1}}, {"hit_tokens": 1 << 60}, {"pid": -1},
+            {"runs": [[0, 1, "gone", "pressure", 1e18, 0]]}, {"runs": [[0, 1, "gone", "pressure", 0, -1e300]]},
+            {"runs": [[-5, 1, "gone", "pressure"]]},
+        ],
+    )  # fmt: skip
+    def test_numbers_that_nobody_counts_make_no_record(self, store, wrong):
+        told = json.loads(self.record("a").encode())
+        assert RequestRecord.decode(json.dumps(told).encode()) is not None
+        store.note_request("a", json.dumps({**told, **wrong}).encode())
+        assert "no request is kept" in refused("--request", "a")
+
     def test_words_of_another_version_are_shown_as_they_are(self, store):
         odd = msgspec.structs.replace(
             self.record("a"), miss="newer", missed={"newer": 3}, runs=[RunRecord(0, 1, "odd", "odder")]
