@@ -15,6 +15,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from mooncake_connector.errors import MooncakeConnectorError
+from mooncake_connector.pipes import opened
 
 MOONCAKE_BLOCK_TOKENS = 512
 KIND = "mooncake-connector-recording"
@@ -81,7 +82,7 @@ def _spread_out(requests: list[Request]) -> Iterator[Request]:
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with opened(path, encoding="utf-8", errors="replace") as file:
         number = 0
         while line := file.readline(_LONGEST_LINE):
             number += 1

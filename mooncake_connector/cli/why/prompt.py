@@ -7,10 +7,11 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import printable
+from mooncake_connector.pipes import opened
 
 _MOST_CHARACTERS, _MOST_DIGITS = 64 << 20, 20
 _INSTEAD = "ask a running server with --url, or give --tokens FILE"
@@ -27,7 +28,7 @@ def read_tokens(file: Path) -> list[int]:
     Raises PromptError.
     """
     try:
-        with nullcontext(sys.stdin) if str(file) == "-" else file.open(encoding="utf-8") as source:
+        with nullcontext(sys.stdin) if str(file) == "-" else opened(file, encoding="utf-8") as source:
             text = _read(source)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -52,7 +53,7 @@ def read_prompt(text: str) -> str:
         raise PromptError(f"the prompt on stdin cannot be read: {error}") from None
 
 
-def _read(source: TextIO) -> str:
+def _read(source: IO[str]) -> str:
     """All of a file, which may be a pipe, or a device that never ends. Raises OSError, ValueError."""
     try:
         text = source.read(_MOST_CHARACTERS + 1)

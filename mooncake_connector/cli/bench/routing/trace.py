@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.pipes import opened
 
 _LONGEST_LINE = 64 << 20
 BLOCK_TOKENS = 512
@@ -42,7 +43,7 @@ def read_trace(path: Path) -> list[Asked]:
 def _lines(path: Path) -> Iterator[bytes]:
     """One at a time, and a piece of one that is too long for a request: a device may have no end."""
     try:
-        with path.open("rb") as file:
+        with opened(path, "rb") as file:
             while line := file.readline(_LONGEST_LINE):
                 yield line
     except OSError as error:
