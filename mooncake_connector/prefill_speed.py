@@ -11,7 +11,7 @@ _KEPT = 0.9
 
 class PrefillSpeed:
     """Tokens a second, from the planning of a step to its output. Steps that compute hardly more than one token a
-    request do not count. An adapter calls `planned` and `computed`, or `over` alone.
+    request do not count. An adapter calls `planned` and `computed`, or `took` alone.
 
     Args:
         least_tokens: beyond one a request: what makes a step one of prefill.
@@ -40,9 +40,9 @@ class PrefillSpeed:
         if self._steps:
             self._count(*self._steps.popleft())
 
-    def over(self, planned_s: float, num_tokens: int, num_requests: int) -> None:
-        """The output of a step is there that was planned at `planned_s` (`time.monotonic`)."""
-        self._count(planned_s, self._filling(num_tokens, num_requests))
+    def took(self, seconds: float, num_tokens: int, num_requests: int) -> None:
+        """A step took so long, as its engine says."""
+        self._add(seconds, self._filling(num_tokens, num_requests))
 
     def _filling(self, num_tokens: int, num_requests: int) -> int:
         """0 where the step is none of prefill."""
@@ -50,7 +50,10 @@ class PrefillSpeed:
 
     def _count(self, planned_s: float, num_tokens: int) -> None:
         began_s, self._free_s = max(planned_s, self._free_s), time.monotonic()
-        self.step_s = self._free_s - began_s
-        if num_tokens and self._free_s > began_s:
+        self._add(self._free_s - began_s, num_tokens)
+
+    def _add(self, seconds: float, num_tokens: int) -> None:
+        self.step_s = seconds
+        if num_tokens and seconds > 0:
             self._tokens = _KEPT * self._tokens + num_tokens
-            self._seconds = _KEPT * self._seconds + self._free_s - began_s
+            self._seconds = _KEPT * self._seconds + seconds

@@ -1,14 +1,12 @@
-"""How fast this process computes prompts: from SGLang's own time at which a step was launched to its result.
+"""How fast this process computes prompts, by what SGLang's scheduler itself adds up of its steps of prefill.
 
-The hook is around what SGLang does with each step's result, which it waits for there, also where the next step is
-under way already.
+It leaves out how long an engine was paused with a step under way, and what a step has beside the one before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-from sglang.srt.plugins.hook_registry import HookType
 
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.prefill_speed import PrefillSpeed
@@ -21,21 +19,31 @@ prefill_speed = PrefillSpeed(_LEAST_TOKENS)
 """Of the scheduler in this process."""
 
 
+def _measures(add: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+    """Around the adding up, at the end of each step."""
+    before = _totals(scheduler)
+    add(scheduler, batch, result)
+    _note(before, _totals(scheduler), batch)
+
+
 @contained(nothing)
-def _measures(result: None, scheduler: Any, batch: Any, *args: Any, **more: Any) -> None:
-    """After a step."""
-    extends = batch.forward_mode.is_extend_without_speculative()
-    prefill_speed.over(batch.launch_ts, sum(batch.extend_lens) if extends else 0, len(batch.reqs))
+def _totals(scheduler: Any) -> tuple[int, int]:
+    """Microseconds and tokens."""
+    return scheduler.total_prefill_busy_us, scheduler.total_prefill_uncached_tokens
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+@contained(nothing)
+def _note(before: tuple[int, int], after: tuple[int, int], batch: Any) -> None:
+    (began_us, former), (ended_us, tokens) = before, after
+    if ended_us > began_us:
+        prefill_speed.took((ended_us - began_us) / 1e6, tokens - former, len(batch.reqs))
+
 
 TARGETS = (
-    Target(f"{_SCHEDULER}.run_batch", ("self", "batch", "pp_proxy_tensors"), names=("launch_ts", "monotonic")),
     Target(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.copy",
-        ("self",),
-        names=("forward_mode", "extend_lens", "launch_ts"),
+        "sglang.srt.managers.scheduler.Scheduler._record_step_counters",
+        ("self", "batch", "result"),
+        _measures,
+        names=("total_prefill_busy_us", "total_prefill_uncached_tokens"),
     ),
-    Target(f"{_SCHEDULER}.process_batch_result", ("self", "batch", "result"), _measures, HookType.AFTER),
 )
