@@ -104,7 +104,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self.records = Records(lambda: (self._store, self._kv, self._current_namespace()))
         self.loaded_tokens = 0
         """Of prompts, so far."""
-        self.last_asked: Any = None
+        self.last_asked: int | None = None
+        self.asked_by: dict[Any, int] = {}
         """See :mod:`sglang_backend.request_lines`."""
         self.wanted: Callable[[], bool] = always
         """Whether SGLang still waits for what it loads now."""

@@ -5,12 +5,14 @@ SGLang tells a storage backend which pages it wants, but not of which request; t
 It asks for full pages beyond what it has itself, so these are a prompt's tokens in the line. A prompt of which SGLang
 asks for nothing, since it is short or all in its own cache, has no line. The scheduler of a decode instance asks what
 is there of a prompt in no request's name, in each of its steps until it has room for it: that counts once, and has no
-line; the load that follows has one.
+line; the load that follows has one. A prompt that waits behind others is looked up again every few steps where it was
+missing: that counts once, and has a line more where something is found after all.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ _NOBODY = "__storage_hit_query__"
 """In whose name SGLang asks only what is there."""
 _FOUND = "_mooncake_connector_found"
 """On an operation of SGLang's, from its lookup to its load: a `_Found`."""
+_MOST_ASKED = 4096
+"""Prompts that SGLang may look up again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,14 @@ def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, oper
     backend = our_backend(controller)
     if backend is None:
         return query(controller, operation)
-    if _name(operation) == _NOBODY:
-        with backend.metrics.repeating(_is_asked_again(backend, operation)):
+    again = _is_asked_again(backend, operation)
+    with backend.metrics.repeating(again):
+        if not backend.logs_requests or _name(operation) == _NOBODY:
             return query(controller, operation)
-    if not backend.logs_requests:
-        return query(controller, operation)
-    backend.missed.take()
-    began_s = time.monotonic()
-    found = query(controller, operation)
-    _note_lookup(backend, controller, operation, time.monotonic() - began_s, found[1])
+        backend.missed.take()
+        began_s = time.monotonic()
+        found = query(controller, operation)
+    _note_lookup(backend, controller, operation, time.monotonic() - began_s, found[1], again)
     return found
 
 
@@ -72,9 +75,17 @@ def _loads(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any
 
 @contained(bool)
 def _is_asked_again(backend: Any, operation: Any) -> bool:
-    """Whether the scheduler last asked for the same."""
-    former, backend.last_asked = backend.last_asked, (operation.last_hash, _salts(operation), list(operation.token_ids))
-    return bool(former == backend.last_asked)
+    """Whether the scheduler last asked for the same, or the request has asked for it before."""
+    tokens = array("q", getattr(operation.token_ids, "token_ids", operation.token_ids)).tobytes()
+    asked = hash((operation.last_hash, *_salts(operation), tokens))
+    if _name(operation) == _NOBODY:
+        former, backend.last_asked = backend.last_asked, asked
+    else:
+        former = backend.asked_by.pop(operation.handle, None)
+        backend.asked_by[operation.handle] = asked
+        if len(backend.asked_by) > _MOST_ASKED:
+            del backend.asked_by[next(iter(backend.asked_by))]
+    return bool(former == asked)
 
 
 def _name(operation: Any) -> str:
@@ -87,22 +98,27 @@ def _salts(operation: Any) -> list[str | None]:
 
 
 @contained(nothing)
-def _note_lookup(backend: Any, controller: Any, operation: Any, seconds: float, found_tokens: int) -> None:
+def _note_lookup(
+    backend: Any, controller: Any, operation: Any, seconds: float, found_tokens: int, again: bool
+) -> None:
     page_tokens, first = controller.page_size, len(operation.prefix_keys or ())
     tokens = (first + len(operation.token_ids) // page_tokens) * page_tokens
     seen = backend.records.look(operation.all_hash_values, first)
     found = _Found(tokens, first * page_tokens, seconds, backend.missed.take(), seen)
     if found_tokens and found_tokens >= controller.prefetch_threshold:
         setattr(operation, _FOUND, found)
-    else:
+    elif not again:
         _tell(backend, operation, found, {Miss.BELOW_MIN_HIT: found_tokens} if found_tokens else {})
 
 
 @contained(nothing)
 def _note_load(backend: Any, operation: Any, hit_tokens: int, load_s: float) -> None:
+    found = getattr(operation, _FOUND, None)
+    if found is None:  # a pipeline goes through the load of what was not found as well
+        return
     lost = operation.storage_hit_count - hit_tokens
     failed = {Miss.LOAD_FAILED: lost} if lost > 0 else {}
-    _tell(backend, operation, getattr(operation, _FOUND), failed, hit_tokens, load_s)
+    _tell(backend, operation, found, failed, hit_tokens, load_s)
 
 
 def _tell(
@@ -116,9 +132,11 @@ def _tell(
         lookup_s=found.lookup_s, load_s=load_s, miss=next(iter(missed), None),
     )  # fmt: skip
 
+    seen, has_salt = found.seen, any(_salts(operation))
+
     def leave(line: RequestLine, missed: Mapping[Miss, int]) -> None:
-        if found.seen is not None:
-            backend.records.keep(line, found.seen, missed, has_salt=any(_salts(operation)))
+        if seen is not None:
+            backend.records.keep(line, seen, missed, has_salt=has_salt)
 
     waiting.add(Told(line, missed, leave))
 

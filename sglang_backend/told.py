@@ -50,10 +50,8 @@ class Waiting:
         name = told.line.id
         if not self.is_on or name in self._lately:
             return told
-        former, self._told[name] = self._told.get(name), told
-        if former is None and len(self._told) > _MOST_WAITING:
-            return self._told.pop(next(iter(self._told)))
-        return former
+        self._told[name] = told  # in place of what was said of the request before it was retracted, or looked up again
+        return self._told.pop(next(iter(self._told))) if len(self._told) > _MOST_WAITING else None
 
     def take(self, name: str) -> Told | None:
         """What waits for the transfer of this request, which has ended."""

@@ -280,6 +280,59 @@ def test_what_a_scheduler_asks_again_and_again_counts_once_and_has_no_line(
     assert lines(caplog) == []
 
 
+def test_a_prompt_that_is_looked_up_again_while_it_waits_counts_once_and_has_one_line(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any
+) -> None:
+    """SGLang asks again every few steps for what was missing, up to eight times, unless the prompt is the first."""
+    one = rank(log_requests=True)
+    one.controller.storage_backend.metrics._enabled = True
+    other = [token + 1 for token in WHOLE]
+    for name, attempt, prompt in [("a", 0, WHOLE), ("b", 0, WHOLE), ("a", 0, WHOLE), ("b", 0, WHOLE), ("a", 1, WHOLE),
+                                  ("b", 0, other)]:  # fmt: skip
+        one.controller.prefetch(CacheRequestHandle(name, attempt), prompt, None, [], None)
+        one.controller.prefetch_hit_queue.get(timeout=WAIT_S)
+    assert added() == {"never_stored": 4 * 320}, "a retracted request begins anew; so does another one of that name"
+    assert [line["id"] for line in lines(caplog)] == ["a", "b", "a", "b"]
+    stats = one.controller.storage_backend._store.store.stats()
+    assert stats.missed_tokens == 4 * 320
+
+
+def test_what_is_found_when_it_is_looked_up_again_has_a_line(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any
+) -> None:
+    one = rank(log_requests=True)
+    one.controller.storage_backend.metrics._enabled = True
+    assert one.load(WHOLE)[0] == 0
+    one.save(PROMPT[:192], one.host_pool.alloc(192))
+    assert one.load(WHOLE)[0] == 192
+    assert added() == {"never_stored": 320, "hit_tokens": 192}
+    assert [line["hit_tokens"] for line in lines(caplog)] == ["0", "192"]
+    assert [record.hit_tokens for record in kept(one)] == [192]
+
+
+def test_prompts_that_may_be_looked_up_again_are_not_remembered_for_ever(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_backend.request_lines._MOST_ASKED", 2)
+    one = rank()
+    for number in range(5):
+        one.controller.prefetch(CacheRequestHandle(f"{number}", 0), WHOLE, None, [], None)
+        one.controller.prefetch_hit_queue.get(timeout=WAIT_S)
+    assert [handle.rid for handle in one.controller.storage_backend.asked_by] == ["3", "4"]
+
+
+def test_a_pipeline_that_loads_nothing_has_one_line_and_no_fault(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang goes through its load there also after a miss."""
+    one = rank(log_requests=True)
+    operation = PrefetchOperation(CacheRequestHandle("request", 0), WHOLE, None, [])
+    operation.hash_value, operation.storage_hit_count = one.controller._storage_hit_query(operation)
+    operation.mark_terminate()
+    one.controller._page_transfer(operation)
+    assert len(lines(caplog)) == 1 and "failed" not in caplog.text
+
+
 def test_by_default_there_is_none(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
     one = rank()
     assert one.load(PROMPT)[0] == 0

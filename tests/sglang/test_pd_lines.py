@@ -149,4 +149,4 @@ def test_of_too_many_that_wait_the_oldest_is_said_by_itself(
     for name in "abac":
         line = RequestLine(id=name, prompt_tokens=1, local_tokens=0, hit_tokens=0)
         waiting.add(Told(line, {}, lambda line, missed: said.append(line.id)))
-    assert said == ["a", "a"], "the former of one name, and the first when there are three"
+    assert said == ["a"], "the first when there are three; the former of one name is that of a request begun anew"
