@@ -41,14 +41,18 @@ class TransferLines:
         )
         replace(told, line=line).say()
 
+    @contained(lambda: 0)
+    def prompt_tokens(self, req: Any) -> int:
+        """To be asked before the transfer: with its end SGLang adds a token to those that a request had generated."""
+        return len(computed_ids(req)) if self._enabled and req is not None else 0
+
     @contained(nothing)
-    def fetched(self, transfer: Incoming, req: Any, prefix_tokens: int) -> None:
+    def fetched(self, transfer: Incoming, req: Any, prompt_tokens: int, prefix_tokens: int) -> None:
         """All of it is here, but for so many tokens at its beginning, which were here before or came from the pool."""
         if not self._enabled or req is None:
             return
         told = waiting.take(req.rid) or _untold(RequestLine(id=req.rid, prompt_tokens=0, local_tokens=0, hit_tokens=0))
-        prompt_tokens, hit_tokens = len(computed_ids(req)), min(told.line.hit_tokens, prefix_tokens)
-        fetched = prompt_tokens - prefix_tokens
+        hit_tokens, fetched = min(told.line.hit_tokens, prefix_tokens), prompt_tokens - prefix_tokens
         line = replace(
             told.line, prompt_tokens=prompt_tokens, local_tokens=prefix_tokens - hit_tokens, hit_tokens=hit_tokens,
             fetched_tokens=fetched, transfer_s=transfer.seconds, miss=Miss.ELSEWHERE if fetched else None,

@@ -203,7 +203,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Incoming | None = None
         self._prompt, self._req = prompts.current(), prompts.current_request()
-        self._prefix_tokens = 0
+        self._prompt_tokens, self._prefix_tokens = mgr.lines.prompt_tokens(self._req), 0
         self._is_granted = self._is_aborted = False
         self._aux_index: int | None = None
         self._asked: Future[Address] | None = None
@@ -362,7 +362,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         transfer = self._transfer
         if transfer is not None and transfer.ending is Ending.DONE and not self._is_aborted:
             # By now SGLang has restored what it takes from its own caches and the pool as well.
-            self.kv_mgr.lines.fetched(transfer, self._req, self._prefix_tokens)
+            self.kv_mgr.lines.fetched(transfer, self._req, self._prompt_tokens, self._prefix_tokens)
         if transfer is not None and self._is_granted and not transfer.is_over:
             if self.kv_mgr.enable_deferred_decode_kv_release:
                 self.kv_mgr.give_up(self.bootstrap_room, transfer)

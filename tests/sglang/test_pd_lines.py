@@ -44,11 +44,11 @@ def pair(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
         made.close()
 
 
-def sides(pair: Pair, prefix: int = 0) -> tuple[Prefill, Decode]:
+def sides(pair: Pair, prefix: int = 0, req: Req | None = None) -> tuple[Prefill, Decode]:
     def of(make: Any, *args: Any, **more: Any) -> Any:
         return prompts.telling(lambda queue, req: make(*args, **more), None, req)
 
-    req = Req(REQUEST, "", array("q", range(TOKENS)), SamplingParams())
+    req = req or Req(REQUEST, "", array("q", range(TOKENS)), SamplingParams())
     req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = 2, 1, 4
     room = pair.room()
     fill(pair)
@@ -110,6 +110,22 @@ def test_what_the_pool_said_of_the_prompt_is_in_it_and_kept(
     assert (line.fetched_tokens, missed) == (TOKENS - 2 * PAGE, {Miss.ELSEWHERE: TOKENS - 2 * PAGE})
     waiting.add(Told(line, {}, lambda *said: kept.append(said)))
     assert len(kept) == 2, "it came after the transfer, and is said at once"
+    assert prefill.until() == KVPoll.Success
+    prefill.clear()
+
+
+def test_what_a_retracted_request_had_generated_is_fetched_and_what_comes_then_is_not(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    req = Req(REQUEST, "", array("q", range(TOKENS - 2)), SamplingParams())
+    req.output_ids, req.pd_rebootstrap_in_progress = array("q", [7, 8]), True
+    prefill, decode = sides(pair, req=req)
+    prefill.run()
+    decode.run(pair.address)
+    assert decode.until() == KVPoll.Success
+    req.output_ids.append(9)  # as SGLang does before it lets go of the receiver
+    decode.clear()
+    assert counts(lines(caplog)["decode"]) == [TOKENS, 0, 0, TOKENS, 0]
     assert prefill.until() == KVPoll.Success
     prefill.clear()
 
