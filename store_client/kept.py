@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from store_client.fate import Fate, Known
 from store_client.open import BackgroundStore
 from store_client.runs import Run, runs_of
 from store_client.sharded import ShardView
+
+_CONTAINER = os.urandom(8).hex()
+"""Processes of containers that share a pool may have the same pids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def keep(
         runs=seen.runs,
     )  # fmt: skip
     # The instances of a prefill and a decode side call a request the same, and may have one pool.
-    store.store.note_request(f"{record.pid} {record.id}", record.encode())
+    store.store.note_request(f"{_CONTAINER} {record.pid} {record.id}", record.encode())
 
 
 def _of_all(fates: Sequence[Fate]) -> Fate:
