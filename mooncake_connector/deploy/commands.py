@@ -17,6 +17,7 @@ import msgspec
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import environ_name, load_config
+from mooncake_connector.deploy.events import with_own_ports
 from mooncake_connector.deploy.schema import (
     DECODE_PORT,
     PEER_PORT_OFFSET,
@@ -60,6 +61,8 @@ class Command:
     """Of a prefill instance: where decode instances look for it; 0 where nobody has to know."""
     peer_host: str = ""
     """The address there, where it is not that of this machine's own processes."""
+    events: tuple[str, ...] = ()
+    """Where its KV events are heard, and replayed if they are; none where it publishes none."""
     ready_path: str = "/health"
     """What answers with success once it can do its work; `/health` is asked after that."""
 
@@ -76,9 +79,10 @@ def commands(
         environ: what processes inherit.
     """
     model = str(folder_of(deployment.model, file)) if is_folder(deployment.model) else deployment.model
+    taken = set[int]()
     prefills, decodes = (
         [
-            _instance(deployment, role, number, model, hosts.format(role=role, number=number), environ)
+            _instance(deployment, role, number, model, hosts.format(role=role, number=number), environ, taken)
             for number in range(getattr(deployment, role).count)
         ]
         for role in ("prefill", "decode")
@@ -112,8 +116,10 @@ def _text(value: Any) -> str:
 
 
 def _instance(
-    deployment: Deployment, role: str, number: int, model: str, own_host: str, environ: Mapping[str, str]
-) -> Command:
+    deployment: Deployment, role: str, number: int, model: str, own_host: str, environ: Mapping[str, str],
+    taken: set[int],
+) -> Command:  # fmt: skip
+    """`taken`: ports of instances before it at which they publish."""
     instances: Instances = getattr(deployment, role)
     port = (instances.port or (PREFILL_PORT if role == "prefill" else DECODE_PORT)) + (0 if own_host else number)
     is_vllm = deployment.engine == "vllm"
@@ -130,15 +136,23 @@ def _instance(
         arguments += ["--pipeline-parallel-size" if is_vllm else "--pp-size", str(instances.pp)]
     role_of_kv = role if deployment.prefill.count else "both"
     arguments += _vllm(role_of_kv, config) if is_vllm else _sglang(role_of_kv, config, peer_port)
+    flags, publishes = with_own_ports((*deployment.flags, *instances.flags), set() if own_host else taken)
+    url = url_of(own_host or deployment.host, port)
+    reached = url.removeprefix("http").rpartition(":")[0]
     return Command(
         f"{role}-{number}",
         role,
-        (sys.executable, "-m", *arguments, *deployment.flags, *instances.flags),
+        (sys.executable, "-m", *arguments, *flags),
         env,
-        url_of(own_host or deployment.host, port),
-        ((deployment.host, port), *((host, peer_port) for host in peer_hosts if peer_port)),
+        url,
+        (
+            (deployment.host, port),
+            *((host, peer_port) for host in peer_hosts if peer_port),
+            *(("0.0.0.0", one) for one in publishes.values()),
+        ),
         peer_port,
         own_host or next(iter(peer_hosts), "") if is_vllm and peer_port else "",
+        tuple(f"tcp{reached}:{one}" for one in publishes.values()),
     )
 
 
@@ -184,6 +198,9 @@ def _router(
         order = ("--order", router.order) if deployment.engine == "vllm" else ()
         arguments = [*before, *listens, *order, "--policy", router.policy.replace("_", "-")]
         arguments += _conductor(router, file) if router.policy == "conductor" else []
+        if router.conductor.index is not None:
+            publishing = [one for one in (*prefills, *decodes) if one.events]
+            arguments += [word for one in publishing for word in ("--events", ",".join((one.url, *one.events)))]
         arguments += ["--silence-deadline-s", f"{deployment.silence_deadline_s:g}"]
         arguments += [
             word for one in prefills for word in ("--prefill", f"{one.url},{one.peer_port},{one.peer_host}".rstrip(","))

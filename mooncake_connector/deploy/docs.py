@@ -162,6 +162,21 @@ not answer within `index_deadline_s`, that cannot be reached, refuses, or answer
 told: the request goes by load. The first of each such cause is logged, and after three in a row the index is not asked
 for 5 s.
 
+What is in the engines' own memory an index learns from their KV events. One `--kv-events-config` in `flags`, as JSON,
+is enough for all instances: of the ports at which it has them publish and replay (`tcp://*:PORT`), each further
+instance gets the next that no other has; in pods all have those of the first. The router registers with the index who
+publishes, by the first name in `/v1/models`, and again every 10 s, since an index that was started anew knows nobody.
+Who does not publish is registered by you, and so are further data-parallel ranks.
+
+    flags: >-
+      --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
+                           "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+    connector:
+      agent_http_port: 7787
+    router:
+      policy: conductor
+      conductor: {index: 'http://127.0.0.1:7787'}
+
 `vllm-router` and `sglang-router` are packages of others, which are started with `--prefill` and `--decode` and what
 they need for this connector. They are looked for beside the Python that runs `mooncake-connector`, then on the PATH: an
 environment of their own will do (`python -m venv routers && routers/bin/pip install sglang-router`, and

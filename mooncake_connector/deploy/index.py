@@ -23,6 +23,7 @@ from mooncake_connector.log import log_once
 
 TENANT = "default"
 _FAILURES, _PAUSE_S = 3, 5.0
+_REGISTER_EVERY_S, _REGISTER_S = 10.0, 5.0
 _MAX_ANSWER_NBYTES = 16 << 20
 _MOST_TOKENS = 1 << 30
 """More is nonsense, with which no ratio need be computed."""
@@ -91,6 +92,32 @@ class Index:
 
     def sent(self, prompt: Prompt, one: Instance) -> None:
         """The index hears of it from the instance."""
+
+    async def keep_registered(self, kind: str, publishing: Sequence[Sequence[str]]) -> None:
+        """Register instances that publish events, again and again: an index that was started anew knows of none.
+
+        Args:
+            kind: "vLLM" or "SGLang".
+            publishing: of each its URL, where its events are heard, and where they are replayed if they are.
+        """
+        while publishing:
+            for url, *endpoints in publishing:
+                try:
+                    registered = self._register(kind, url, endpoints)
+                    await self._within(time.monotonic() + _REGISTER_S, registered)
+                except _Failed as error:
+                    said = "%s is not registered with the index, which will be tried again: %s"
+                    log_once(f"router.register.{error.cause}", said, url, error)
+            await asyncio.sleep(_REGISTER_EVERY_S)
+
+    async def _register(self, kind: str, url: str, endpoints: Sequence[str]) -> None:
+        models = await self._client.get(f"{url}/v1/models")
+        registration = {
+            "instance_id": url, "type": kind, "modelname": models.raise_for_status().json()["data"][0]["id"],
+            "block_size": self._block_tokens, "dp_rank": 0, "tenant_id": TENANT,
+            **dict(zip(("endpoint", "replay_endpoint"), endpoints, strict=False)),
+        }  # fmt: skip
+        await self._post(f"{self._url}/register", registration, {})
 
     def _failed(self, error: _Failed, is_index: bool) -> None:
         """What an instance does not tokenize, or the index refuses, may be any client's: that does not count for it."""

@@ -56,6 +56,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             prefixes=prefixes,
         )  # fmt: skip
         looking = asyncio.create_task(look(client, (*arguments.prefill, *arguments.decode)))
+        registering = asyncio.create_task(_register(prefixes, arguments))
         config = uvicorn.Config(
             Measured(proxy, groups, prefixes), host=arguments.host, port=arguments.port, log_level="warning",
             lifespan="off",
@@ -64,7 +65,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         try:
             await uvicorn.Server(config).serve()
         finally:
-            await ended(looking)
+            await ended(looking, registering)
 
 
 def _policy(arguments: argparse.Namespace) -> Policy:
@@ -86,6 +87,12 @@ def _prefixes(arguments: argparse.Namespace, client: Any) -> Prefixes | None:
     )  # fmt: skip
 
 
+async def _register(prefixes: Prefixes | None, arguments: argparse.Namespace) -> None:
+    if isinstance(prefixes, Index):
+        kind = {"vllm": "vLLM", "sglang": "SGLang"}[arguments.engine]
+        await prefixes.keep_registered(kind, [tuple(one.split(",")) for one in arguments.events])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="mooncake_connector.deploy.proxy")
     parser.add_argument("--engine", choices=("vllm", "sglang"), required=True)
@@ -104,6 +111,7 @@ def main() -> None:
     given.add_argument("--index-block-tokens", type=int, default=64)
     given.add_argument("--index-deadline-s", type=float, default=INDEX_DEADLINE_S)
     given.add_argument("--index-token-file", type=Path)
+    given.add_argument("--events", metavar="URL,ENDPOINT[,REPLAY]", action="append", default=[])
     parser.add_argument("--silence-deadline-s", type=float, default=SILENCE_DEADLINE_S)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request takes three, and 1024 are usual

@@ -129,8 +129,8 @@ class Conductor(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+$")] | None,
         _field(
             "Where an index listens that speaks the HTTP API of Mooncake's Conductor, in which each instance is "
-            "registered with its URL or its `host:port` as `instance_id`. Unset: the router goes by what it has sent "
-            "where.",
+            "registered with its URL or its `host:port` as `instance_id`; those that publish KV events the router "
+            "registers itself. Unset: the router goes by what it has sent where.",
             "a URL of http or https without a path; null for none",
         ),
     ] = None

@@ -17,6 +17,7 @@ from mooncake_connector.cli.main import app
 from mooncake_connector.config.sources import load_config
 from mooncake_connector.deploy.commands import Command, commands, typed
 from mooncake_connector.deploy.file import read_deployment
+from mooncake_connector.errors import ConfigError
 
 
 def made(tmp_path: Path, text: str) -> dict[str, Command]:
@@ -141,6 +142,60 @@ def test_the_policy_and_what_differs_from_its_defaults_come_to_the_router(tmp_pa
     more = "  conductor: {cache_weight: 3, request_weight: 1, index: 'http://h:1', index_token_file: t}"
     line = " ".join(made(tmp_path, head + more)["router"].arguments)
     assert f"--policy conductor --cache-weight 3.0 --index http://h:1 --index-token-file {tmp_path / 't'} --sil" in line
+
+
+def events(**more: object) -> str:
+    """A flag for all instances, as JSON within a shell's text."""
+    return f"--kv-events-config '{json.dumps({'publisher': 'zmq', **more})}'"
+
+
+def published(command: Command) -> dict[str, str]:
+    return json.loads(options(command)["--kv-events-config"])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_each_instance_publishes_events_at_ports_of_its_own_and_the_router_registers_them(tmp_path, engine):
+    both = events(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
+    head = f"engine: {engine}\nmodel: /m\nhost: 0.0.0.0\nflags: >-\n  {both} --a 1\nprefill: {{count: 2}}\n"
+    text = f"{head}decode:\n  flags: >-\n    --kv-events-config='{{\"endpoint\": \"tcp://*:5557\"}}'\n"
+    index = "router: {policy: conductor, conductor: {index: 'http://h:1'}}"
+    run = made(tmp_path, text + index)
+    first, second, decode, router = run.values()
+    assert first.arguments[-4:] == tuple(shlex.split(f"{both} --a 1"))
+    assert published(second) == {
+        "publisher": "zmq", "endpoint": "tcp://*:5559", "replay_endpoint": "tcp://*:5560",
+    }  # fmt: skip
+    assert second.arguments[-2:] == ("--a", "1") and ("0.0.0.0", 5560) in second.listens
+    assert decode.arguments[-1] == '--kv-events-config={"endpoint":"tcp://*:5561"}', "the last one is in force"
+    line = " ".join(router.arguments)
+    assert f"--events {second.url},tcp://127.0.0.1:5559,tcp://127.0.0.1:5560 --events {decode.url},tcp" in line
+    assert "--events" not in made(tmp_path, text)["router"].arguments
+    pods = commands(read_deployment(tmp_path / "d.yaml"), tmp_path / "d.yaml", hosts="{role}-{number}")
+    assert [one.events[0] for one in pods[:3]] == [f"tcp://{one.name}:5557" for one in pods[:3]]
+
+
+def test_ports_of_events_follow_each_other_in_each_role_from_where_it_begins(tmp_path):
+    text = "engine: vllm\nmodel: /m\n"
+    for role, port in (("prefill", 7), ("decode", 9)):
+        flag = events(endpoint=f"tcp://[::]:{port}", replay_endpoint=f"tcp://h:{port + 100}")
+        text += f"{role}:\n  count: 3\n  flags: >-\n    {flag}\n"
+    run = made(tmp_path, text)
+    ports = [[port for _, port in one.listens[1:]] for one in list(run.values())[:-1]]
+    assert ports == [[7, 107], [8, 108], [9, 109], [10, 110], [11, 111], [12, 112]]
+
+
+@pytest.mark.parametrize("value", [
+    "{", "[]", "{}", '{"endpoint": 7}', '{"endpoint": "tcp://10.0.0.1:5557"}', '{"endpoint": "tcp://*:0"}',
+    '{"endpoint": "ipc:///tmp/events"}', '{"replay_endpoint": "tcp://*:5558"}',
+])  # fmt: skip
+def test_events_that_go_to_no_port_of_an_instance_are_left_as_they_are(tmp_path, value):
+    run = made(tmp_path, f"engine: vllm\nmodel: /m\nflags: >-\n  --kv-events-config '{value}'")
+    assert all(run[name].arguments[-1] == value and run[name].events == () for name in ("prefill-0", "decode-0"))
+
+
+def test_more_ports_for_events_than_there_are_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="65535"):
+        made(tmp_path, f"engine: vllm\nmodel: /m\nflags: >-\n  {events(endpoint='tcp://*:65535')}")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from agent.asking import Client, prompt, store_prompt
+from agent.publisher import Publisher, stored
 from agent.stand_in import CAPACITY, running
 from proxied import BODY, SGLANG, VLLM, Engine, every_way, free_port, wait_until
 
@@ -292,6 +293,24 @@ def test_the_agents_index_knows_who_reads_the_pool(proxied, pool):
         assert [proxy.ask({**BODY, "prompt": tokens})[0] for _ in range(4)] == [200] * 4
         assert [len(one.bodies) for one in proxy.prefills] == [0, 4]
     assert proxy.ask({**BODY, "prompt": tokens})[0] == 200  # without it
+
+
+def test_instances_that_publish_events_are_registered_and_again_where_the_index_is_a_new_one(proxied, pool):
+    tokens, client, engine = prompt(1, 64), Client(free_port()), Engine("m")
+    often = "from mooncake_connector.deploy import index; index._REGISTER_EVERY_S = 0.1"
+    with Publisher() as publisher:
+        publisher.publish(stored([b"a"], tokens, size=64))
+        proxied(
+            *SGLANG, *CONDUCTOR, "--index", f"http://127.0.0.1:{client.port}", "--events",
+            ",".join((engine.url, *publisher.endpoints.values())), before=often,
+        )  # fmt: skip
+        for _ in range(2):
+            with running(pool, None, tiers=[], agent_http_port=client.port):
+                wait_until(lambda: reached(client), "the index")
+                wait_until(lambda: client.query(tokens)["default"].get(engine.url, {}).get("GPU") == 64, "its events")
+                (service,) = client.ask("GET", "/services").json["services"]
+            assert (service["modelname"], service["endpoint"]) == ("m", publisher.endpoints["endpoint"])
+    engine.die()
 
 
 def reached(client: Client) -> bool:
