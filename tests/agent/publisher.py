@@ -61,6 +61,10 @@ class Publisher:
             number = len(self._batches) - 1
             self._out.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
+    def keep_from_here(self) -> None:
+        """What was published so far is replayed to nobody."""
+        self._kept = len(self._batches)
+
     def _replay(self) -> None:
         while not self._closed:
             if not self._router.poll(20):

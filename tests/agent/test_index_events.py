@@ -63,7 +63,7 @@ def test_blocks_follow_their_parents_and_go_when_they_are_removed():
     told(CLEARED)
     assert (told.leading(), told.held.num_blocks, told.stream.num_blocks) == (0, 0, 0)
     told.stream.close()
-    assert told.instance.owners == {}
+    assert told.instance.owners == {} and told.held.new_owner() == 0, "its number is free again"
 
 
 def test_hashes_may_be_integers_of_either_sign_as_sglang_sends_them():
@@ -184,8 +184,12 @@ def test_owners_are_told_apart_and_go_on_behind_what_the_pool_has():
 # -- over sockets -------------------------------------------------------------------------------------------------
 
 
+def of(client: Any, name: str, tokens: list[int]) -> dict[str, Any]:
+    return dict(client.query(tokens, block_size=16)["default"][name])
+
+
 def gpu(client: Any, tokens: list[int] = TOKENS) -> int:
-    return int(client.query(tokens, block_size=16)["default"]["a"]["GPU"])
+    return int(of(client, "a", tokens)["GPU"])
 
 
 def follow(client: Any, publisher: Publisher, *, replay: bool = True) -> None:
@@ -261,6 +265,33 @@ def test_what_a_publisher_has_not_kept_is_not_claimed(served):
         publisher.publish(stored(HASHES[1:2], BLOCKS[1]))
         follow(served, publisher)
         assert gpu(served, BLOCKS[1]) == 16 and gpu(served) == 0
+
+
+def test_what_was_lost_and_is_not_kept_any_more_ends_what_was_known_before(served):
+    with Publisher() as publisher:
+        publisher.publish(stored(HASHES[:3], TOKENS[:48]))
+        follow(served, publisher)
+        publisher.publish(removed([HASHES[2]]), lost=True)
+        publisher.keep_from_here()
+        publisher.publish(stored([HASHES[7]], BLOCKS[7]), lost=True)
+        publisher.publish(stored([HASHES[8]], BLOCKS[8]))
+        until(lambda: gpu(served, BLOCKS[8]) == gpu(served, BLOCKS[7]) == 16, "what was kept is not replayed")
+        assert gpu(served) == 0 and metric(served, "failed_replays") == 0
+
+
+def test_where_the_pool_and_tiers_are_looked_into_an_engines_word_on_them_does_not_count(served):
+    """SGLang's memory on the host is its own."""
+    media = {"GPU": TOKENS[:16], "CPU": TOKENS[16:32], "DISK": TOKENS[32:48]}
+    with Publisher() as publisher:
+        follow(served, publisher)
+        served.register("elsewhere", block_size=16, pool=False, **publisher.endpoints)
+        served.register("sglang", block_size=16, type="SGLang", **publisher.endpoints)
+        publisher.publish(*(stored([name.encode()], block, medium=name) for name, block in media.items()))
+        publisher.publish(stored([HASHES[9]], BLOCKS[9]))  # behind them
+        names = ("a", "elsewhere", "sglang")
+        until(lambda: all(of(served, name, BLOCKS[9])["GPU"] for name in names), "the events are not taken in")
+        told = {name: [of(served, name, block)[medium] for medium, block in media.items()] for name in names}
+    assert told == {"a": [16, 0, 0], "elsewhere": [16, 16, 16], "sglang": [16, 16, 0]}
 
 
 def test_with_its_engine_what_it_held_is_gone_and_the_next_one_is_followed(served):

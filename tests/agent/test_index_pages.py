@@ -68,7 +68,7 @@ def checksum(page: bytes) -> str:
 def test_a_page_that_is_put_is_what_engines_read_and_the_other_way_round(open_to_pages, store):
     client, space = open_to_pages, store.space(namespace(), WHOLE)
     assert client.ask("GET", path()).status == 404
-    stored = client.ask("PUT", path(), PAGE, {"X-Checksum-XXH3-64": checksum(PAGE)})
+    stored = client.ask("PUT", path(), PAGE, {"X-Checksum-XXH3-64": checksum(PAGE).upper()})
     assert (stored.status, stored.json) == (201, {"stored": True})
     assert get_page(space, KEY, NBYTES).tobytes() == PAGE
     again = client.ask("PUT", path(), bytes(NBYTES))
@@ -96,8 +96,19 @@ def test_a_range_is_that_part_of_the_page(open_to_pages, store):
         assert (part.status, part.body) == (206, PAGE[first:stop]), asked
         assert part.headers["content-range"] == f"bytes {first}-{stop - 1}/{NBYTES}"
         assert part.headers["x-checksum-xxh3-64"] == checksum(PAGE)
-    assert open_to_pages.ask("GET", path(), None, {"Range": f"bytes={NBYTES}-"}).status == 416
-    assert open_to_pages.ask("GET", path(), None, {"Range": "lines=1-2"}).body == PAGE
+    for asked in (f"{NBYTES}-", "-0"):
+        assert open_to_pages.ask("GET", path(), None, {"Range": f"bytes={asked}"}).status == 416
+    for asked in ("lines=1-2", "bytes=9-3", "bytes=-", "bytes=0-", f"bytes=0-{NBYTES - 1}", f"bytes=-{1 << 40}"):
+        whole = open_to_pages.ask("GET", path(), None, {"Range": asked})
+        assert (whole.status, whole.body, "content-range" in whole.headers) == (200, PAGE, False), asked
+
+
+def test_a_page_hangs_on_the_one_that_it_is_put_behind(open_to_pages, store):
+    for key, headers in ((KEY, {}), (OTHER_KEY, {"X-Parent-Key": KEY.hex()})):
+        assert open_to_pages.ask("PUT", path(key), page_bytes(key, NBYTES).tobytes(), headers).status == 201
+    pages = store.survey().pages
+    places = {page["key"].tobytes(): place for place, page in enumerate(pages)}
+    assert pages["parent"][places[OTHER_KEY]] == places[KEY] and pages["parent"][places[KEY]] < 0
 
 
 def test_shards_are_told_apart_and_a_new_namespace_is_described(open_to_pages, store):
@@ -125,6 +136,8 @@ def test_what_cannot_be_a_page_is_refused(open_to_pages, store):
         ("PUT", path(), PAGE, {"X-Checksum-XXH3-64": "0" * 16}, 400, checksum(PAGE)),
         ("PUT", path(), PAGE, {"X-Parent-Key": "zz"}, 400, "x-parent-key"),
         ("PUT", path(), PAGE, {"X-Namespace": "[]"}, 400, "x-namespace"),
+        ("PUT", path(), PAGE, {"Content-Range": f"bytes 0-{NBYTES - 1}/{2 * NBYTES}"}, 400, "content-range"),
+        ("PUT", path(), PAGE, {"Content-Encoding": "gzip"}, 400, "content-encoding"),
         ("PUT", path(shard="4-0,0-1"), PAGE, {}, 400, "shard"),
         ("PUT", path(shard="x"), PAGE, {}, 400, "shard"),
         ("PUT", path(shard="0-5,0-2"), PAGE, {}, 400, "0-4,0-2"),
@@ -139,8 +152,10 @@ def test_what_cannot_be_a_page_is_refused(open_to_pages, store):
 
 
 def test_pages_are_closed_without_a_token_on_the_loopback_too(served):
-    refused = served.ask("PUT", path(), PAGE)
-    assert refused.status == 403 and "agent_http_token_file" in refused.json["error"]
+    for method in ("HEAD", "GET", "PUT", "DELETE"):
+        refused = served.ask(method, path(), PAGE if method == "PUT" else None)
+        assert refused.status == 403, method
+    assert "agent_http_token_file" in refused.json["error"]
 
 
 def test_pages_are_closed_to_another_token(open_to_pages):

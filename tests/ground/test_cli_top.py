@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from ground.terminal import HIDE_CURSOR, OTHER_SCREEN, SCREEN_BACK, SHOW_CURSOR, Terminal, is_stopped
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.top.figures import Engine, Figures, Shown, Tier
 from mooncake_connector.cli.top.screen import Screen, draws_bars
-from mooncake_connector.cli.top.sources import Sources, series_in
+from mooncake_connector.cli.top.sources import Said, Sources, series_in
 from mooncake_connector.deploy import watch
 from mooncake_connector.metrics.registry import AGES_S
 from store_client import EmbeddedStore, StoreStats
@@ -159,6 +160,44 @@ def test_an_engines_figures_are_rates_of_its_metrics():
     assert engine.transports["tcp"] == 0 and engine.transports["cma"] == pytest.approx(5e6 / span_s, rel=0.2)
     assert engine.failures == {"load_deadline": 3} and engine.sent_nbytes["tcp"] == 7
     assert silent.cause == "no answer"
+
+
+def engine_of(*answers):
+    """Of the last two answers of an engine."""
+    sources = Sources(None, [], 1.0)
+    sources.engines = {"u": SimpleNamespace(last_two=answers)}
+    return Figures(sources).now().engines[0]
+
+
+def counted(*numbers):
+    names = ("hit_tokens_total", 'transport_bytes_total{transport="tcp"}', "prefill_seconds_saved_total")
+    lines = [f"vllm:mooncake_connector_{name} {number}" for name, number in zip(names, numbers, strict=False)]
+    caches = ("prefix_cache_hits_total", "prefix_cache_queries_total")
+    lines += [f"vllm:{name} {number}" for name, number in zip(caches, numbers[len(names) :], strict=True)]
+    return series_in("\n".join(lines))
+
+
+def test_an_engine_that_was_started_again_has_done_what_it_counts_since():
+    engine = engine_of(Said(10.0, counted(1000, 9000, 50, 700, 900)), Said(12.0, counted(100, 50, 4, 20, 80)))
+    assert (engine.pool_tokens_s, engine.transports, engine.saved_s_s) == (50, {"tcp": 25}, 2)
+    assert engine.hit_share == 0.25 and engine.sent_nbytes == {"tcp": 50}
+
+
+def test_of_an_engine_that_is_gone_nothing_is_shown_and_what_it_counted_in_all_is_no_rate_when_it_is_back():
+    said, gone = Said(10.0, counted(1000, 9000, 50, 700, 900)), Said(12.0, None, "no answer")
+    assert engine_of(said, gone) == Engine("u", cause="no answer")
+    back = engine_of(gone, said)
+    assert (back.pool_tokens_s, back.transports, back.hit_share) == (0, {"tcp": 0}, None)
+    assert back.sent_nbytes == {"tcp": 9000}
+
+
+def test_an_engine_that_ends_is_said_to_be_gone():
+    with serving(lambda: 'vllm:num_requests_running{engine="0"} 7.0\n') as url:
+        sources = Sources(None, [url], 0.05)
+        figures = Figures(sources)
+        wait_for(lambda: figures.now().engines[0].running == 7)
+    wait_for(lambda: figures.now().engines == [Engine(url, cause="no answer")])
+    sources.close()
 
 
 def test_a_page_that_is_far_too_long_is_no_answer(monkeypatch):
