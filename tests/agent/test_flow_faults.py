@@ -10,7 +10,7 @@ from agent.memory_tier import MemoryTier
 from store.audit import audit
 
 from store_client.agent import source
-from store_client.testing import chain, namespace
+from store_client.testing import PAGE_NBYTES, SHARD, chain, namespace
 from store_client.tiers.base import TierError, TierStats
 
 
@@ -54,6 +54,23 @@ def test_what_a_tier_that_hangs_was_to_bring_comes_from_another_one(store, space
         assert len(hanging.made("contains")) == asked, "it is left alone"
         hanging.listen.set()
     audit(store)
+
+
+def test_what_tiers_have_is_asked_of_those_that_can_be_used_and_of_what_all_may_read(store):
+    keys, private = chain("a", 3), namespace(f"private-{'0' * 32}")
+    working, broken, short = MemoryTier(), MemoryTier(), MemoryTier()
+    put_into(working, keys[:2])
+    broken.failing = TierError("it is gone", "unavailable", lasting=True)
+    short.contains = lambda *asked, **limits: [True]
+
+    def has(flow, name):
+        found = flow.holds(name, SHARD, keys, PAGE_NBYTES, PATIENT_S)
+        return [answer.result(PATIENT_S) for _, answer in found]
+
+    with flowing(store, working, broken, short) as flow:
+        assert has(flow, namespace()) == [[True, True, False], None, None]
+        assert has(flow, namespace()) == [[True, True, False], None], "what failed for good is asked no more"
+        assert private.is_private and has(flow, private) == []
 
 
 def test_a_tier_that_does_not_list_answers_questions_all_the_same(store, tier):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 from agent.asking import UNIT_NBYTES, WHOLE, Client, answers_at, free_port, keys_of, own_addresses, prompt, store_prompt
-from agent.flows import put_into, settings
+from agent.flows import flowing, put_into, settings
 from agent.memory_tier import MemoryTier
 from agent.stand_in import CAPACITY, StandIn, configured, running, tiered, until
 from prometheus_client.parser import text_string_to_metric_families
@@ -122,6 +122,14 @@ def test_pages_are_found_by_the_name_that_the_model_has_or_by_the_namespace_wher
     assert services["three"]["namespace"] == second.digest.hex() and services["one"]["namespace"] is None
 
 
+class Holding(StandIn):
+    """Has the tiers of a flow asked."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self.holds = flow.holds
+
+
 def test_tiers_are_asked_and_nothing_is_fetched(pool):
     disk, cluster, hidden = MemoryTier(), MemoryTier(), MemoryTier()
     keys = keys_of(TOKENS, namespace())
@@ -129,10 +137,6 @@ def test_tiers_are_asked_and_nothing_is_fetched(pool):
     put_into(disk, keys, nbytes)
     put_into(cluster, keys[:2], nbytes)
     disk_settings, other = settings("disk"), settings("hidden")
-
-    class Fetching(StandIn):
-        def holds(self, *asked: Any) -> Any:
-            return flow.holds(*asked)
 
     class Cluster:
         """Of kind "mooncake"."""
@@ -142,7 +146,7 @@ def test_tiers_are_asked_and_nothing_is_fetched(pool):
     with EmbeddedStore(pool, CAPACITY) as store:
         flow = Flow(store, [(disk_settings, disk), (Cluster(), cluster), (other, hidden)], b"")
         store_prompt(store, TOKENS[:64])
-        with serving(pool, Fetching()) as client:
+        with serving(pool, Holding(flow)) as client:
             client.register("here")
             client.register("there", endpoint="tcp://192.0.2.1:5557")
             until(lambda: client.query(TOKENS)["default"]["here"]["DISK"] == 256, "the disk does not say in time")
@@ -152,6 +156,22 @@ def test_tiers_are_asked_and_nothing_is_fetched(pool):
             assert answer["there"] == {"longest_matched": 128, "GPU": 0, "CPU": 128, "DISK": 0, "DP": {"0": 128}}
         assert store.stats().pages == 1, "nothing is fetched"
         flow.close()
+
+
+def test_a_tier_that_does_not_answer_has_nothing_for_this_question(pool):
+    """It is not waited for: here it would be until the client gives up."""
+    hanging = MemoryTier()
+    hanging.lying, hanging.deaf = True, {"contains"}
+    with EmbeddedStore(pool, CAPACITY) as store, flowing(store, hanging) as flow:
+        store_prompt(store, TOKENS[:64])
+        with serving(pool, Holding(flow)) as client:
+            client.register("here")
+            assert client.query(TOKENS)["default"]["here"] == {
+                "longest_matched": 64, "GPU": 0, "CPU": 64, "DISK": 0, "DP": {"0": 64},
+            }  # fmt: skip
+            assert hanging.made("contains")
+            hanging.listen.set()
+            until(lambda: client.query(TOKENS)["default"]["here"]["DISK"] == 256, "it is not asked again")
 
 
 def test_hashes_are_those_of_mooncakes_documents_and_pages_count_where_their_keys_are_given(served, pool):

@@ -250,6 +250,16 @@ def test_once_fails_only_where_none_of_the_engines_says_anything(pool, more):
     assert (in_part.exit_code, in_part.stderr) == (0, "")
 
 
+def test_once_fails_where_the_pool_gives_no_figures_though_an_engine_does(pool):
+    with EmbeddedStore(pool, CAPACITY):
+        pass
+    for table in pool.glob("*/table"):
+        table.unlink()
+    with serving(lambda: 'vllm:num_requests_running{engine="0"} 7.0\n') as url:
+        failed = top("--pool", pool, "--once", "--interval", 0.2, "--url", url)
+    assert failed.exit_code == 1 and f"pool {pool} gives no figures" in failed.stderr
+
+
 def test_a_configured_pool_that_cannot_be_read_is_said_beside_the_engines(tmp_path, monkeypatch):
     """And the engines are shown beside it, on the screen and in lines."""
     (tmp_path / "pool").touch()
