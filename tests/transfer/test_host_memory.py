@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from transfer.control import handshake
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports import channel, cma, local
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
+from transfer.transports.inline import InlineConnection
 from transfer.transports.memory import Memory
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
@@ -46,6 +48,28 @@ class TestTcpBesideABusyThread(TestTcp):
     def late(self, monkeypatch):
         monkeypatch.setattr(channel, "_LATE_S", -1.0)
         monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
+
+
+@pytest.mark.parametrize(("version", "orders"), [(9, [32, 32, 32]), (handshake.VERSION, [96])])
+def test_an_order_over_tcp_is_as_long_as_the_write_where_the_peer_takes_such(monkeypatch, version, orders):
+    """Beside a busy Python thread each costs both ends 5 ms."""
+    monkeypatch.setattr(handshake, "VERSION", version)
+    execute, taken = InlineConnection.execute, []
+    monkeypatch.setattr(
+        InlineConnection,
+        "execute",
+        lambda self, order, *more: (taken.append(order.nbytes), execute(self, order, *more))[1],
+    )
+    memory, there, nbytes = Memory(), Memory(), 96 * MIB
+    source, target = Buffer(nbytes, seed=1), Buffer(nbytes)
+    memory.register(source.address, nbytes)
+    there.register(target.address, nbytes)
+    with TcpTransport(memory) as sender, TcpTransport(there) as receiver:
+        peer = sender.connect(receiver.listen(), deadline_s=30)
+        grant = there.grant(int64(target.address), int64(nbytes))
+        assert outcome_of(peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=60)).ok
+    assert taken == [MIB * order for order in orders]
+    assert (target.bytes == source.bytes).all()
 
 
 def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from transfer.transports.channel import Channel
 
 OLDEST_VERSION = 7
-VERSION = 9
+VERSION = 10
 MARKS_VERSION = 8
 """The first in which an introduction may say `marks`."""
 LONG_ORDERS_VERSION = 9
 """The first in which an order of a transport on a library may be longer than a slot of staging."""
+LONG_STREAMS_VERSION = 10
+"""The first in which an order whose bytes follow it may have 128 MiB."""
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from transfer.control.handshake import LONG_STREAMS_VERSION
 from transfer.transports.base import Numbers
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Revocable
@@ -11,8 +12,10 @@ from transfer.transports.stream import PayloadEncoder, Slice
 from transfer.transports.vectors import Vector
 from transfer.transports.wire import CopyOrder, CopyStatus
 
-MAX_ORDER_NBYTES = 32 << 20
-"""A call that waits moves as much, and may have to be enough for 5 ms: see `channel.Channel`."""
+MAX_ORDER_NBYTES = 128 << 20
+"""A call that waits moves what it can of it in 20 ms, and may have to be enough for 5 ms: see `channel.Channel`."""
+OLDER_ORDER_NBYTES = 32 << 20
+"""What a peer takes that speaks no `LONG_STREAMS_VERSION`."""
 _scratch = np.empty(MAX_ORDER_NBYTES, dtype=np.uint8)
 """What nobody wants goes here, from all connections; memory is taken when something does."""
 
@@ -20,7 +23,9 @@ _scratch = np.empty(MAX_ORDER_NBYTES, dtype=np.uint8)
 class InlineEncoder(PayloadEncoder):
     """The bytes follow the order."""
 
-    max_nbytes = MAX_ORDER_NBYTES
+    def __init__(self, version: int) -> None:
+        """The one that both ends speak."""
+        self.max_nbytes = MAX_ORDER_NBYTES if version >= LONG_STREAMS_VERSION else OLDER_ORDER_NBYTES
 
     def encode(self, part: Slice) -> Vector:
         pieces = part.pieces

@@ -27,4 +27,4 @@ class TcpTransport(NetworkTransport):
         return LandingConnection(channel, server, self.memory, self.stages)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
-        return InlineEncoder()
+        return InlineEncoder(channel.version)
