@@ -23,6 +23,7 @@ from transfer.transports.rdma.keys import Keys
 from transfer.transports.rdma.reader import Reader
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
+from transfer.transports.rdma.verbs import binding
 from transfer.transports.registry import make_transports
 
 pytestmark = pytest.mark.inside
@@ -77,6 +78,31 @@ class TestRefusals(TransportFixtures):
             outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
         assert outcome.cause is Cause.SOURCE and "broke" in outcome.detail
         assert not target.bytes.any() and peer.alive
+
+    @pytest.mark.parametrize("opcode", ["RDMA_WRITE", "RDMA_READ"])
+    def test_a_peer_that_knows_the_key_of_what_was_granted_to_it_neither_writes_nor_reads_it(
+        self, memory: Memory, there: Memory, sender: Any, receiver: Any, peer: Any, opcode: str
+    ) -> None:
+        """It makes its end of the queue pair one that asks, which ours never does, and the key is the right one."""
+        source, target, grant = self.between(memory, there, 4096, seed=6)
+        target.bytes[:], kept = 7, source.bytes.copy()
+        key = receiver._rails.all[0].card.keys()[1].key_of(target.address, 4096)
+        own = sender._rails.all[0].card.keys()[0].key_of(source.address, 4096)
+        there.revoke(grant)
+        (pair,), verbs, silent = peer._encoder._pairs, binding(), sender._rails.all[0].silent
+        pair.queue.to_rts(pair.end.sequence, timeout=18, retry_cnt=1, max_rd_atomic=1)
+        asked = verbs.SendWR(
+            wr_id=1, sg_list=[verbs.SGE(source.address, 4096, own)], opcode=int(verbs.WROpcode[opcode]),
+            remote_addr=target.address, rkey=key, send_flags=int(verbs.SendFlags.SIGNALED),
+        )  # fmt: skip
+        pair.queue.post_send([asked])
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := silent.poll(1)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "remote" in found[0].status_str.lower(), found[0].status_str
+        assert (target.bytes == 7).all() and np.array_equal(source.bytes, kept)
+        self.send(peer, there.grant(grant.addresses, grant.nbytes), source, 4096)
+        assert np.array_equal(target.bytes, source.bytes)
 
     def test_a_grant_whose_reads_get_no_answer_ends_with_the_queue_pair(
         self, memory: Memory, there: Memory, peer: Any, caplog: pytest.LogCaptureFixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from rdma.wire import End, Wire
+from simulated.storm import BATCHES, Storm
 
 from transfer.control.handshake import Identity
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
@@ -69,6 +71,19 @@ class TestBadWire(OverWire):
         self.send(peer, grant, source, 2 * MIB)
         assert np.array_equal(target.bytes, source.bytes)
         assert wire.dropped(wire.near) or "loss" not in how
+
+
+    def test_every_batch_of_a_storm_over_it_has_its_outcome_and_ok_means_that_the_bytes_are_there(
+        self, wire: Wire
+    ) -> None:
+        def lose(*_: Any) -> None:
+            for end in (wire.near, wire.far):
+                wire.harm(end, "loss 1% duplicate 1%")
+
+        storm = Storm(partial(self.at, wire.near), partial(self.at, wire.far), 3, lose)
+        assert (storm.wrong, storm.still_sending) == ([], 0)
+        assert storm.num_ok > BATCHES, "a storm in which little arrives shows little"
+        assert wire.dropped(wire.near)
 
 
 class TestTrafficClass(OverWire):
