@@ -24,7 +24,7 @@ SHORT = (
     "test_inside_wire.py::TestBadWire",  # last: its cards stay
 )
 """For `make test`: three minutes of a core."""
-LEAST = 84 if ALL else 20
+LEAST = 80 if ALL else 20
 """Tests that must have run there."""
 
 pytestmark = pytest.mark.skipif(VARIABLE in os.environ, reason="this is the emulated machine")
