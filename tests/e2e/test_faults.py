@@ -21,6 +21,7 @@ from e2e.pool_faults import damage, lock_held
 from e2e.questions import Question
 from e2e.said import LOGS_REQUESTS, explained_in_words, line, runs, told, why, why_in_words
 from e2e.server import Server
+from e2e.threads import stopped, thread_that_wakes
 from store_client import EmbeddedStore
 from store_client.testing import SHARD, chain, namespace, put_chain
 
@@ -28,6 +29,7 @@ CAPACITY_NBYTES = 48 << 20
 CAPACITY = str(CAPACITY_NBYTES)
 FILE_SYSTEM = "256m"
 MIN_HIT_TOKENS = 2 * PAGE_TOKENS
+PAGE_NBYTES = 16384 * PAGE_TOKENS  # of KV, all layers, in float32
 
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full file system needs root (mount)")
@@ -102,6 +104,37 @@ def missed(server: Server, question: Question) -> dict[str, str]:
         assert answers(server, question) == 0
 
     return line(server, ask)
+
+
+def fill_file_system(folder: Path, *, but_for_nbytes: int = 0) -> Path:
+    """The file that takes all the room there was."""
+    with open(folder / "ballast", "wb") as file:
+        status = os.statvfs(folder)
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - but_for_nbytes)
+    return folder / "ballast"
+
+
+@needs_mount
+def test_pages_that_find_no_space_on_the_file_system(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question], tokens: Tokens
+) -> None:
+    """The first one here: nothing was stored, and a pool with pages evicts some instead."""
+    server.ask(range(PAGE_TOKENS // 2), max_tokens=1)
+    wait_for(lambda: any(pool.glob("*/requests")), "a place for what is said of requests")
+    ballast = fill_file_system(pool.parent, but_for_nbytes=PAGE_NBYTES // 2)
+    try:
+        question = questions["number 4"]
+        answers(server, question)
+        asked = tokens(question.prompt)
+        wait_for(lambda: explained(server, pool, asked) == ("refused", ["no_space"]), "pages that were refused")
+        said = missed(server, question)
+        assert said["miss"] == "refused"
+        explained_in_words(server, pool, said)
+        words = why_in_words(pool, "--url", server.url, *asked)
+        assert re.search(r" not stored at \d\d:\d\d \(.* ago\): pool unavailable, the file system is full\n", words)
+    finally:
+        ballast.unlink()
+    works_again(server, pages, question)
 
 
 def test_checksum_errors_on_every_page(
@@ -255,14 +288,6 @@ def test_lock_held_by_a_stopped_process(
     works_again(server, pages, question)
 
 
-def fill_file_system(folder: Path, *, but_for_nbytes: int = 0) -> Path:
-    """The file that takes all the room there was."""
-    with open(folder / "ballast", "wb") as file:
-        status = os.statvfs(folder)
-        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - but_for_nbytes)
-    return folder / "ballast"
-
-
 @needs_mount
 def test_full_file_system(server: Server, pages: Pages, pool: Path, questions: dict[str, Question]) -> None:
     shutil.rmtree(pool, ignore_errors=True)
@@ -273,3 +298,33 @@ def test_full_file_system(server: Server, pages: Pages, pool: Path, questions: d
     ballast.unlink()
     time.sleep(1)
     works_again(server, pages, questions["number 3"])
+
+
+def test_a_load_that_hangs_fails_and_then_the_pool_is_left_alone_for_a_while(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    """The last one here, since nothing is loaded for half a minute."""
+    question = questions["number 1"]
+    works_again(server, pages, question)
+
+    def ask(prompt: Sequence[int]) -> None:
+        server.reset_prefix_cache()
+        server.ask(prompt, max_tokens=1)
+
+    mover = thread_that_wakes(server, lambda: ask(question.prompt), lambda: ask(question.prompt[: PAGE_TOKENS // 2]))
+    said: list[dict[str, str]] = []
+
+    def is_left_alone() -> bool:
+        said.append(missed(server, question))
+        return said[-1]["miss"] == "stalled"
+
+    with stopped(mover):
+        wait_for(is_left_alone, "a request for which the pool is left alone")
+        for name in questions:
+            if name.startswith("number"):  # a part of the prompts that the doctor tells of
+                answers(server, questions[name])
+    *failed, last = said
+    assert {each["miss"] for each in failed} == {"load_failed"}
+    assert server.metric("vllm:mooncake_connector_failures_total", cause="load_deadline") >= len(failed)
+    explained_in_words(server, pool, last)
+    wait_for(lambda: answers(server, question) > 0, "a hit when the pool is not left alone any more", every_s=1.0)
