@@ -39,7 +39,8 @@ def glance(server: ServerProcess, pool: Path) -> Any:
 def top(server: ServerProcess, pool: Path, meanwhile: Callable[[], object], *figures: str) -> list[dict[str, Any]]:
     """What `mooncake-connector top --once` shows of the engine while something is done with it again and again.
 
-    Looks until each of these figures has been there: any one look may come between two requests.
+    Looks until each of these figures has been there, of one by name one of them: any one look may come between two
+    requests.
     """
     shown: list[dict[str, Any]] = []
     over = threading.Event()
@@ -50,7 +51,7 @@ def top(server: ServerProcess, pool: Path, meanwhile: Callable[[], object], *fig
 
     def are_there() -> bool:
         shown.extend(glance(server, pool)["engines"])
-        return going_on.done() or all(any(each[name] for each in shown) for name in figures)
+        return going_on.done() or all(any(_is_there(each[name]) for each in shown) for name in figures)
 
     with ThreadPoolExecutor(1) as threads:
         going_on = threads.submit(go_on)
@@ -60,6 +61,10 @@ def top(server: ServerProcess, pool: Path, meanwhile: Callable[[], object], *fig
             over.set()
         going_on.result()
     return shown
+
+
+def _is_there(figure: Any) -> bool:
+    return any(figure.values()) if isinstance(figure, dict) else bool(figure)
 
 
 def why(pool: Path, *arguments: str) -> Any:

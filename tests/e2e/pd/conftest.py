@@ -180,6 +180,7 @@ def hosts(
             }  # fmt: skip
             config = {
                 "prefix_reuse": True,
+                "log_requests": True,
                 "capacity": "256MiB",
                 "secret_file": str(secret),
                 "transports": ["tcp"],

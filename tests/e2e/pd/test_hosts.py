@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.pd.conftest import ORDERS, Hosts
 from e2e.pd.half_way import LIMIT_S, half_way, hands_over
 from e2e.questions import Question
+from e2e.said import explained_in_words, line, lines, top, why_in_words
 
 NAMES = ("stored", "known to decode", "known to prefill", "cut", *ORDERS)
 NUM_TOKENS = 300
@@ -49,6 +51,37 @@ def test_what_travels_is_stored_and_what_is_stored_does_not_travel(
     assert hosts.prefill.figure("transport_bytes", transport="tcp") == hosts.prefill.figure("send_bytes")
     for instance in hosts.instances:
         assert instance.figure("hit_tokens") >= NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS, instance.log.stem
+
+
+def test_what_travelled_is_in_the_lines_of_both_sides_in_why_and_in_top(
+    hosts: Hosts, questions: dict[str, Question], pools: tuple[Path, Path]
+) -> None:
+    """Of prompts that begin with other tokens each: what is in a pool does not travel."""
+    proxy = hosts.proxy([hosts.prefill], [hosts.decode])
+    numbers = itertools.count()
+
+    def ask() -> None:
+        proxy.ask_whole((next(numbers) % 256, *questions["stored"].prompt[:0:-1]), max_tokens=1)
+
+    def sent() -> list[dict[str, str]]:
+        """Both sides call the request the same, but for vLLM's own ending."""
+        return [one for one in lines(hosts.prefill) if one["id"].rpartition("-")[0] == said["id"].rpartition("-")[0]]
+
+    said = line(hosts.decode, ask)
+    names = ("fetched_tokens", "hit_tokens", "computed_tokens", "transport", "miss")
+    assert [said[name] for name in names] == [str(NUM_TOKENS), "0", "0", "-", "elsewhere"]
+    assert float(said["transfer_ms"]) > 0
+    explained_in_words(hosts.decode, pools[1], said)
+    assert f" {NUM_TOKENS} from a prefill instance," in why_in_words(pools[1], "--request", said["id"])
+
+    wait_for(lambda: bool(sent()), "the line of the request whose KV was sent")
+    (there,) = sent()
+    names = ("fetched_tokens", "computed_tokens", "transport", "miss")
+    assert [there[name] for name in names] == ["0", str(NUM_TOKENS), "tcp", "never_stored"]
+    assert float(there["transfer_ms"]) > 0
+
+    shown = top(hosts.prefill, pools[0], ask, "transports")
+    assert {transport for each in shown for transport in each["sent_nbytes"]} == {"tcp"}
 
 
 @pytest.mark.parametrize("order", ORDERS)
