@@ -32,6 +32,7 @@ from e2e.network import Host as Network
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.process import assert_no_complaints, pool_folder
 from e2e.questions import Question
+from e2e.said import LOGS_REQUESTS, explained_in_words, line, lines
 from e2e.server import ONE_CORE, Server
 from e2e.sglang_server import ONE_CORE as SGLANG_ONE_CORE
 from e2e.sglang_server import SGLangServer
@@ -153,7 +154,7 @@ def fleet(
             server: Server | SGLangServer
             if number < 2:
                 one_at_a_time = (*QWEN3_ARGS, "--max-num-seqs", "1")
-                server = Server(qwen3, log=log, pool=pool, args=one_at_a_time, env=ONE_CORE | env, **at)
+                server = Server(qwen3, log=log, pool=pool, args=one_at_a_time, env=ONE_CORE | LOGS_REQUESTS | env, **at)
             else:
                 server = SGLangServer(qwen3, log=log, pool=pool, env=SGLANG_ONE_CORE | env, **at)
             server.start()
@@ -177,6 +178,18 @@ def test_a_server_loads_what_another_one_computed(fleet: Fleet) -> None:
     server = fleet.second.server
     assert isinstance(server, Server)
     wait_for(lambda: server.metric("vllm:mooncake_connector_tier_hit_tokens_total") > 0, "the hit in the metrics")
+    assert ("mooncake", True) in {(said["tier"], int(said["hit_tokens"]) > 0) for said in lines(server)}
+
+
+def test_what_an_agent_did_not_say_in_time_is_late(fleet: Fleet) -> None:
+    fleet.wait_until_shared(fleet.first, fleet.second)
+    question, salt = fleet.give(fleet.first)
+    host = fleet.second
+    with host.agent.standing_still():
+        said = line(host.server, lambda: fleet.ask(host, question, salt))
+        assert (said["miss"], said["hit_tokens"], said["tier"]) == ("late", "0", "-")
+    explained_in_words(host.server, host.agent.pool, said)
+    host.agent.restart()  # or it takes the tier to be slow for a while
 
 
 def test_sglang_loads_what_vllm_computed(fleet: Fleet) -> None:
