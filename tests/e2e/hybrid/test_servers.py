@@ -1,6 +1,7 @@
 """The four hybrid models in real vLLM servers that share a pool: restarts, two ranks, and groups that lose pages.
 
-The long form of test_models.py, which has one engine in its own process.
+The long form of test_models.py, which has one engine in its own process. What people are told of a group that lacks
+pages is asked of one model in every run.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from long_form import LONG
 from e2e.pages import wait_for
 from e2e.process import assert_no_complaints, pool_folder, running
 from e2e.questions import SMALLEST_GAP, Examiner, Question
+from e2e.said import LOGS_REQUESTS, explained_in_words, line, why, why_in_words
 from e2e.server import ONE_CORE, Server
 from models import checkpoint
 from mooncake_connector.kv.keys import page_keys, root_digest
+from mooncake_connector.misses import Miss
 from store_client import EmbeddedStore
 from store_client.base import SpaceInfo
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(not LONG, reason="servers of four models (`make test-long`)")]
+pytestmark = pytest.mark.long
+long_form = pytest.mark.skipif(not LONG, reason="servers of four models (`make test-long`)")
 
 PAGE_TOKENS, HIT, SALT = 64, 512, "hybrid"
 ROUNDS = 30
@@ -79,7 +83,7 @@ class Family:
             return [one for one in store.namespaces() if any(store.space(one.namespace, one.shard).contains(last))]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS if LONG else ["gemma3"])
 def family(request: pytest.FixtureRequest, logs: Path) -> Iterator[Family]:
     args, gap = MODELS[request.param]
     servers: list[Server] = []
@@ -89,7 +93,8 @@ def family(request: pytest.FixtureRequest, logs: Path) -> Iterator[Family]:
         def start(*more: str, **env: str) -> Server:
             log = logs / f"hybrid-{request.param}-{len(servers)}.log"
             every = [*ARGS, *args, *more]
-            server = Server(checkpoint(request.param), log=log, pool=pool, args=every, env=ONE_CORE | env)
+            settings = ONE_CORE | LOGS_REQUESTS | env
+            server = Server(checkpoint(request.param), log=log, pool=pool, args=every, env=settings)
             servers.append(server)
             return stack.enter_context(running(server))
 
@@ -99,6 +104,7 @@ def family(request: pytest.FixtureRequest, logs: Path) -> Iterator[Family]:
     assert_no_complaints(servers)
 
 
+@long_form
 def test_servers_of_one_pool_answer_alike_also_after_a_kill(family: Family) -> None:
     assert family.ask(family.one) == 0
     wait_for(lambda: family.ask(family.one) == HIT, "a hit from the pool")
@@ -110,6 +116,7 @@ def test_servers_of_one_pool_answer_alike_also_after_a_kill(family: Family) -> N
     assert family.ask(family.one) == HIT
 
 
+@long_form
 def test_a_group_that_loses_its_pages_while_they_are_loaded_costs_no_text(family: Family) -> None:
     """One group after the other, at any moment of a load; what is lost is computed, stored and loaded again."""
     source, groups = random.Random(family.name), family.holding()
@@ -123,6 +130,26 @@ def test_a_group_that_loses_its_pages_while_they_are_loaded_costs_no_text(family
     wait_for(lambda: family.ask(family.one) == HIT, "a hit from the pool")
 
 
+def test_a_window_or_a_state_that_is_gone_is_why_what_full_attention_has_is_computed(
+    family: Family, tmp_path: Path
+) -> None:
+    wait_for(lambda: family.ask(family.one) == HIT, "a hit from the pool")
+    (tmp_path / "tokens.json").write_text(json.dumps(family.question.prompt))
+    asked = ("--url", family.one.url, "--salt", SALT, "--tokens", str(tmp_path / "tokens.json"))
+    found = why(family.pool, *asked)
+    assert (found["hit_tokens"] >= HIT, len(found["groups"])) == (True, len(family.holding()))
+
+    family.lose(next(info for info in family.holding() if info.namespace.rests_on_others))
+    found = why(family.pool, *asked)
+    assert (found["reason"], found["hit_tokens"]) == ("groups_disagree", 0)
+    assert f"why not more: {Miss.GROUPS_DISAGREE.words.said}\n" in why_in_words(family.pool, *asked)
+    said = line(family.one, lambda: family.ask(family.one))
+    assert (said["miss"], said["hit_tokens"]) == ("groups_disagree", "0")
+    explained_in_words(family.one, family.pool, said)
+    wait_for(lambda: family.ask(family.one) == HIT, "a hit from the pool")
+
+
+@long_form
 @pytest.mark.parametrize(
     ("more", "env"),
     [(("--tensor-parallel-size", "2"), {}), (STAGES, COMPILED), ((), {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})],
@@ -141,6 +168,7 @@ def test_others_read_what_one_stored_but_for_states_of_another_form(
     other.stop()
 
 
+@long_form
 @pytest.mark.parametrize(
     ("args", "hit"),
     [
