@@ -21,6 +21,7 @@ from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore
+from store_client.agent import source
 from store_client.agent.flow import Flow
 from store_client.agent.index.hashes import seq_hashes
 from store_client.agent.tiered import TieredStore
@@ -158,8 +159,9 @@ def test_tiers_are_asked_and_nothing_is_fetched(pool):
         flow.close()
 
 
-def test_a_tier_that_does_not_answer_has_nothing_for_this_question(pool):
+def test_a_tier_that_does_not_answer_has_nothing_for_this_question(pool, monkeypatch):
     """It is not waited for: here it would be until the client gives up."""
+    monkeypatch.setattr(source, "GRACE_S", 1000.0)
     hanging = MemoryTier()
     hanging.lying, hanging.deaf = True, {"contains"}
     with EmbeddedStore(pool, CAPACITY) as store, flowing(store, hanging) as flow:

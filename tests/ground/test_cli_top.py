@@ -191,6 +191,27 @@ def test_of_an_engine_that_is_gone_nothing_is_shown_and_what_it_counted_in_all_i
     assert back.sent_nbytes == {"tcp": 9000}
 
 
+def test_no_more_tokens_are_hits_than_were_asked_for():
+    """An engine may count a request's hits and its prompt on either side of a look."""
+    assert engine_of(Said(10.0, counted(0, 0, 0, 100, 100)), Said(12.0, counted(0, 0, 0, 200, 150))).hit_share == 1.0
+
+
+def test_another_pool_in_the_place_of_the_one_before_begins_to_count_anew():
+    sources = Sources(None, [], 1.0)
+    figures, at_s = Figures(sources), 0.0
+
+    def look(name, hit_tokens):
+        nonlocal at_s
+        at_s += 2.0
+        stats = StoreStats("/pool", 100, 50, 1, 1, 1, hit_tokens=hit_tokens, missed_tokens=hit_tokens)
+        sources.looks = SimpleNamespace(latest=Said(at_s, (name, stats)))
+        return figures.now()
+
+    assert [look("a", 1000).rates, look("a", 1100).rates["hit_tokens"]] == [{}, 50]
+    assert (look("b", 10).rates, look("b", 10).hit_share) == ({}, None)
+    assert look("b", 30).rates["hit_tokens"] == 10 and figures.now().hit_shares == [None, 0.5]
+
+
 def test_an_engine_that_ends_is_said_to_be_gone():
     with serving(lambda: 'vllm:num_requests_running{engine="0"} 7.0\n') as url:
         sources = Sources(None, [url], 0.05)
