@@ -39,6 +39,12 @@ def chosen(series: str, *more: str) -> str:
     return f"{series}{{{labels}}}"
 
 
+def of_sglang(name: str) -> str:
+    """A metric of SGLang's own. A Prometheus before 3 asks for OpenMetrics without saying how names are escaped, and is
+    told `sglang_` for `sglang:`."""
+    return chosen("", f'__name__=~"sglang[:_]{name}"')
+
+
 vllm, sglang = Names(VLLM, VLLM_PREFIX), Names(SGLANG)
 pool, tier = Names(POOL), Names(TIER)
 
@@ -111,7 +117,7 @@ HITS = Row(
                 ),
                 Query(f"{a_second(vllm('hit_tokens'))} / {a_second(vllm('queried_tokens'))}", "vLLM, pool"),
                 Query(f"{a_second(vllm('tier_hit_tokens'))} / {a_second(vllm('queried_tokens'))}", "vLLM, tiers"),
-                Query(f"avg({chosen('sglang:cache_hit_rate')})", "SGLang, all levels"),
+                Query(f"avg({of_sglang('cache_hit_rate')})", "SGLang, all levels"),
                 Query(f"{a_second(sglang('hit_tokens'))} / {a_second(sglang('queried_tokens'))}", "SGLang, pool"),
             ], 12,
         ),

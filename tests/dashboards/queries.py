@@ -37,8 +37,10 @@ def as_asked(expr: str, over_s: float, window_s: float) -> str:
 
 
 def metrics_of(expr: str) -> set[str]:
-    """Names of metrics in PromQL, also of those that are chosen by a regular expression with `(vllm:)?`."""
+    """Names of metrics in PromQL, also of those that are chosen by a regular expression with `(vllm:)?` or
+    `sglang[:_]`."""
     named = re.findall(r'__name__=~"\(vllm:\)\?(\w+)"', expr)
+    sglangs = re.findall(r'__name__=~"sglang\[:_\](\w+)"', expr)
     plain = re.sub(r'\{[^}]*\}|\[[^\]]*\]|\b(?:by|without|on|group_left|group_right)\s*\([^)]*\)', " ", expr)
     words = set(re.findall(r"\b[a-zA-Z_:][\w:]*\b(?!\s*\()", plain)) - {"and", "or", "unless", "bool"}
-    return words.union(named, (f"vllm:{name}" for name in named))
+    return words.union(named, (f"vllm:{name}" for name in named), (f"sglang:{name}" for name in sglangs))

@@ -121,6 +121,7 @@ class TestMetrics:
             ("sum by (le) (rate(a_total{b=~\"c\"}[5m])) / d", {"a_total", "d"}),
             ('histogram_quantile(0.5, sum by (x) (rate(e_bucket[$__rate_interval])))', {"e_bucket"}),
             ('rate({__name__=~"(vllm:)?f_total", cause="g"}[5m]) or vector(0)', {"f_total", "vllm:f_total"}),
+            ('avg({instance="i",__name__=~"sglang[:_]h"}) / d', {"sglang:h", "d"}),
         ],
     )  # fmt: skip
     def test_names_are_found(self, expr: str, names: set[str]) -> None:
