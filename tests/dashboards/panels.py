@@ -109,7 +109,7 @@ HITS = Row(
         Panel(
             "Hit rate over time", "lines", SHARE,
             "Local: of all prompt tokens, those in vLLM's own cache. Pool: of the rest, those loaded from the pool; "
-            "tiers: those of them that a tier brought. SGLang's own rate is over all its levels.",
+            "tiers: those of them that a tier brought. All levels of SGLang: its own, the host's memory and the pool.",
             [
                 Query(
                     f"{a_second(chosen('vllm:prefix_cache_hits_total'))} / "
@@ -117,7 +117,10 @@ HITS = Row(
                 ),
                 Query(f"{a_second(vllm('hit_tokens'))} / {a_second(vllm('queried_tokens'))}", "vLLM, pool"),
                 Query(f"{a_second(vllm('tier_hit_tokens'))} / {a_second(vllm('queried_tokens'))}", "vLLM, tiers"),
-                Query(f"avg({of_sglang('cache_hit_rate')})", "SGLang, all levels"),
+                Query(
+                    f"{a_second(of_sglang('cached_tokens_total'))} / {a_second(of_sglang('prompt_tokens_total'))}",
+                    "SGLang, all levels",
+                ),
                 Query(f"{a_second(sglang('hit_tokens'))} / {a_second(sglang('queried_tokens'))}", "SGLang, pool"),
             ], 12,
         ),

@@ -24,7 +24,8 @@ ENGINES = {
     "vllm:prefix_cache_hits_total",
     "vllm:prefix_cache_queries_total",
     "vllm:prompt_tokens_by_source_total",
-    "sglang:cache_hit_rate",
+    "sglang:cached_tokens_total",
+    "sglang:prompt_tokens_total",
 }
 """Of the engines themselves; that they are there tests/e2e/test_dashboards.py shows."""
 OF_PROMETHEUS = {"up"}
