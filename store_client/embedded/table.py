@@ -172,11 +172,11 @@ class Table:
     def handing_over(self) -> Iterator[None]:
         """While counts move from a process's page into the header: who reads both looks again. Under the write lock
         only; a process that is killed meanwhile leaves the number odd for the next one."""
-        self._header[_HANDOVERS] |= 1
+        self._header[_HANDOVERS] |= np.uint64(1)
         try:
             yield
         finally:
-            self._header[_HANDOVERS] += 1
+            self._header[_HANDOVERS] += np.uint64(1)
 
     def add_counters(self, deltas: dict[str, int]) -> None:
         for i, name in enumerate(_NAMED):

@@ -45,7 +45,7 @@ for folder in proc sys dev; do mkdir -p /new/$folder; mount --move /$folder /new
 mkdir -p /new/out /new/dev/pts /new/dev/shm
 share rw out /new/out
 mount -t tmpfs shm /new/dev/shm; mount -t devpts devpts /new/dev/pts; mount -t tmpfs run /new/run
-mount -t tmpfs tmp /new/tmp
+mkdir /new/run/tmp; export TMPDIR=/run/tmp
 exec switch_root /new /bin/bash /out/start
 """
 
