@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm_plugin
 from mooncake_connector.config.schema import Config
-from mooncake_connector.config.sources import load_config, load_settings
+from mooncake_connector.config.sources import load_config, load_settings, page_tokens_set
 from mooncake_connector.config.values import PageTokens
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
@@ -286,7 +286,7 @@ def _with_fitting_pages(config: Config, geometry: Geometry, extra: dict[str, Any
     if fitting == asked:
         return config
     unit, blocks = geometry.unit_tokens(asked), geometry.unit_tokens(1)
-    if any(one.name == "page_tokens" and one.source != "default" for one in load_settings(extra)):
+    if page_tokens_set(load_settings(extra)) is not None:
         said = "page_tokens %d does not divide this model's blocks of %d tokens: only every %d tokens may a hit end; "
         said += "leave page_tokens out for pages of %d"
         log_once("page.set", said, asked, blocks, unit, fitting, logger=logger)

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from mooncake_connector.config.sources import load_config, load_settings
+from mooncake_connector.config.sources import load_config, load_settings, page_tokens_set
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.metrics.registry import ENGINE_INFO, VLLM, VLLM_PREFIX, Kind, Metric, by_figure
 from mooncake_connector.misses import Miss
@@ -137,11 +137,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         """What `why --url` cannot know from the model's files."""
         transfer = vllm_config.kv_transfer_config
         settings = load_settings(None if transfer is None else transfer.kv_connector_extra_config)
-        page_tokens = next(one for one in settings if one.name == "page_tokens")
-        told = (
-            str(vllm_config.model_config.dtype).removeprefix("torch."),
-            "" if page_tokens.source == "default" else str(int(page_tokens.value)),
-        )
+        told = (str(vllm_config.model_config.dtype).removeprefix("torch."), str(page_tokens_set(settings) or ""))
         gauge = self._gauge_cls(
             name=VLLM_PREFIX + ENGINE_INFO.name, documentation=ENGINE_INFO.text + ".",
             labelnames=[*labelnames, *ENGINE_INFO.labels], multiprocess_mode="mostrecent",

@@ -6,7 +6,7 @@ Precedence, field by field: the engine's JSON, then environment variables, then 
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ def load_config(
     Raises ConfigError that names the source, the key, the value seen and what is allowed.
     """
     return Config(**{setting.name: setting.value for setting in load_settings(engine_json, environ)})
+
+
+def page_tokens_set(settings: Iterable[Setting]) -> int | None:
+    """`page_tokens`, where somebody has set it."""
+    found = (int(one.value) for one in settings if one.name == "page_tokens" and one.source != "default")
+    return next(found, None)
 
 
 def load_settings(

@@ -21,7 +21,7 @@ from mooncake_connector.cli.why.names import Asked, Family
 from mooncake_connector.cli.why.prompt import PromptError
 from mooncake_connector.cli.why.server import Server, look_up
 from mooncake_connector.config.schema import Config
-from mooncake_connector.config.sources import load_settings
+from mooncake_connector.config.sources import load_settings, page_tokens_set
 from mooncake_connector.config.together import Setting
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity.checkpoint import checkpoint_path
@@ -183,9 +183,8 @@ def _ids(text: str, model: Path | None, server: Server | None, chat: bool) -> li
 
 def _told(kv_dtype: str | None, server: Server | None, settings: list[Setting]) -> dict[str, Any]:
     """The fields of the namespace that need not be assumed: a person's word goes before a server's."""
-    told: dict[str, Any] = {
-        one.name: int(one.value) for one in settings if one.name == "page_tokens" and one.source != "default"
-    }
+    page_tokens = page_tokens_set(settings)
+    told: dict[str, Any] = {} if page_tokens is None else {"page_tokens": page_tokens}
     if server is not None:
         told |= server.fields
     if kv_dtype is not None:
