@@ -76,12 +76,13 @@ class Index:
             return prompt
         until_s, is_index = time.monotonic() + self._deadline_s, False
         try:
-            tokens = await self._within(until_s, self._tokens(body, headers, among))
+            tokens = await self._within(until_s, self._deadline_s, self._tokens(body, headers, among))
             if not tokens:
                 self.outcomes["nothing_to_ask"] += 1
                 return prompt
             prompt, is_index = Prompt(len(tokens)), True
-            answer = await self._within(until_s, self._post(f"{self._url}/query", self._question(body, tokens), {}))
+            asked = self._post(f"{self._url}/query", self._question(body, tokens), {})
+            answer = await self._within(until_s, self._deadline_s, asked)
             prompt = Prompt(len(tokens), matched(answer, [one.url for one in among]))
         except _Failed as error:
             self._failed(error, is_index)
@@ -104,7 +105,7 @@ class Index:
             for url, *endpoints in publishing:
                 try:
                     registered = self._register(kind, url, endpoints)
-                    await self._within(time.monotonic() + _REGISTER_S, registered)
+                    await self._within(time.monotonic() + _REGISTER_S, _REGISTER_S, registered)
                 except _Failed as error:
                     said = "%s is not registered with the index, which will be tried again: %s"
                     log_once(f"router.register.{error.cause}", said, url, error)
@@ -129,13 +130,15 @@ class Index:
                 self._not_before_s = time.monotonic() + _PAUSE_S
         log_once(f"router.{cause}", "the index is not of use, so requests go by load alone: %s", error)
 
-    async def _within(self, until_s: float, work: Coroutine[Any, Any, T]) -> T:
+    @staticmethod
+    async def _within(until_s: float, deadline_s: float, work: Coroutine[Any, Any, T]) -> T:
+        """`deadline_s`: what is said where it is late; a question takes two such steps until one moment."""
         try:
             return await asyncio.wait_for(work, max(0.0, until_s - time.monotonic()))
         except _Failed:
             raise
         except (TimeoutError, asyncio.TimeoutError):
-            raise _Failed("late", f"no answer within {self._deadline_s:g} s") from None
+            raise _Failed("late", f"no answer within {deadline_s:g} s") from None
         except Exception as error:  # httpx has many, and no request may fail for any of them
             raise _Failed("unreachable", repr(error)) from None
 
