@@ -9,12 +9,11 @@ from mooncake_connector.checks import Check, failed, ok, warning
 from transfer.transports.base import Unavailable
 from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.stage import OnDevice
-from transfer.transports.rdma.card import open_cards
 from transfer.transports.rdma.gpudirect import DeviceRegions
-from transfer.transports.rdma.opened import OpenRails
+from transfer.transports.rdma.opened import OpenRails, open_cards
 from transfer.transports.rdma.rails import SYSFS, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
-from transfer.transports.rdma.verbs import NO_LIMIT, binding, in_use, locked_limit, open_device
+from transfer.transports.rdma.verbs import NO_LIMIT, in_use, library, locked_limit, open_device
 
 
 def rdma_checks(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]:
@@ -24,7 +23,7 @@ def rdma_checks(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]
         hosts: `transfer_hosts`.
     """
     try:
-        binding()
+        library()
         yield ok("library", in_use())
     except Unavailable as error:
         yield failed("library", str(error))

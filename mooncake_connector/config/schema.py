@@ -349,6 +349,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             '"auto" or "off"',
         ),
     ] = "auto"
+    rdma_windows: Annotated[
+        Literal["auto", "off"],
+        _field(
+            "By which keys cards of peers read KV in host memory. `auto`: by keys of memory windows, which end with "
+            "each order, where a card has such (type 2B). `off`: by keys of all registered memory, which last.",
+            '"auto" or "off"',
+        ),
+    ] = "auto"
     granularity: Annotated[
         Literal["auto", "full", "chunk", "layer"],
         _field(

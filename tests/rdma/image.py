@@ -18,8 +18,8 @@ from pathlib import Path
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "rdma": "iproute2"}
 """What the host must have, and Debian's packages of them."""
 PACKAGES = (
-    "kmod", "libkmod2", "libibverbs1", "ibverbs-providers", "librdmacm1", "ibverbs-utils", "libnl-3-200",
-    "libnl-route-3-200", "perftest", "libibumad3", "libpci3", "python3-pyverbs",
+    "kmod", "libkmod2", "libibverbs1", "ibverbs-providers", "libibverbs-dev", "librdmacm1", "ibverbs-utils",
+    "libnl-3-200", "libnl-route-3-200", "perftest", "libibumad3", "libpci3",
 )  # fmt: skip
 """Laid over the host's files, which the machine sees as well. Installing them would upgrade the host's udev."""
 MODULES = (

@@ -18,25 +18,28 @@ from transfer.testing.memory import MIB
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Peer, Transport, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.rdma.card import Card, open_cards
+from transfer.transports.rdma.abi import Opcode
+from transfer.transports.rdma.card import Card
 from transfer.transports.rdma.keys import Keys
+from transfer.transports.rdma.opened import open_cards
+from transfer.transports.rdma.queue_pair import Chain
 from transfer.transports.rdma.reader import Reader
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
-from transfer.transports.rdma.verbs import binding
+from transfer.transports.rdma.work import Read
 from transfer.transports.registry import make_transports
 
 pytestmark = pytest.mark.inside
 
 
 class TestRefusals(TransportFixtures):
-    """Over one rail: with another one they would break both, one after the other."""
+    """Of keys of regions. Over one rail: with another one they would break both, one after the other."""
 
     transport = RdmaTransport
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
-        return EMULATED
+        return {"settings": RdmaSettings(no_windows="keys of regions"), **EMULATED}
 
     @pytest.fixture(autouse=True)
     def one_rail(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,21 +86,19 @@ class TestRefusals(TransportFixtures):
     def test_a_peer_that_knows_the_key_of_what_was_granted_to_it_neither_writes_nor_reads_it(
         self, memory: Memory, there: Memory, sender: Any, receiver: Any, peer: Any, opcode: str
     ) -> None:
-        """It makes its end of the queue pair one that asks, which ours never does, and the key is the right one."""
+        """It asks over its end of the queue pair, which ours never does, and the key is the right one."""
         source, target, grant = self.between(memory, there, 4096, seed=6)
         target.bytes[:], kept = 7, source.bytes.copy()
         key = receiver._rails.all[0].card.keys()[1].key_of(target.address, 4096)
         own = sender._rails.all[0].card.keys()[0].key_of(source.address, 4096)
         there.revoke(grant)
-        (pair,), verbs, silent = peer._encoder._pairs, binding(), sender._rails.all[0].silent
-        pair.queue.to_rts(pair.end.sequence, timeout=18, retry_cnt=1, max_rd_atomic=1)
-        asked = verbs.SendWR(
-            wr_id=1, sg_list=[verbs.SGE(source.address, 4096, own)], opcode=int(verbs.WROpcode[opcode]),
-            remote_addr=target.address, rkey=key, send_flags=int(verbs.SendFlags.SIGNALED),
-        )  # fmt: skip
-        pair.queue.post_send([asked])
+        (pair,), (queue,) = peer._encoder._pairs, peer._encoder._queues
+        chain = Chain(1, 1)
+        chain.read(1, Read(target.address, key, 4096, [(source.address, 4096, own)]))
+        chain.requests["opcode"] = Opcode[opcode]
+        pair.post(chain)
         deadline = time.monotonic() + DEADLINE_S
-        while not (found := silent.poll(1)) and time.monotonic() < deadline:
+        while not (found := queue.poll(1)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "remote" in found[0].status_str.lower(), found[0].status_str
         assert (target.bytes == 7).all() and np.array_equal(source.bytes, kept)

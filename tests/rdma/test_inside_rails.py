@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from ctypes import c_void_p
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Unavailable
 from transfer.transports.memory import Memory
+from transfer.transports.rdma import abi
 from transfer.transports.rdma.pair import Pair
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
+from transfer.transports.rdma.verbs import library
 
 pytestmark = pytest.mark.inside
 NBYTES = 12 * MIB
@@ -39,7 +42,7 @@ def until(is_so: Callable[[], bool]) -> None:
 def mute(sender: Any, peer: Any, number: int) -> None:
     """The sender's end of a rail answers no read any more, as one behind a cut cable; there will be another one."""
     pairs, rail = peer._encoder._pairs, sender._rails.all[number]
-    gone, pairs[number] = pairs[number], Pair(rail.card, rail.silent, 1)
+    gone, pairs[number] = pairs[number], Pair(rail.card, peer._encoder._queues[number], 1)
     gone.close()
 
 
@@ -178,5 +181,8 @@ def test_timeout_and_retries_of_a_queue_pair_are_those_that_are_configured() -> 
         assert receiver._receiver is not None
         (connection,) = receiver._receiver._connections.values()
         (reader,) = connection._fetcher._readers  # type: ignore[attr-defined]
-        attributes, _ = reader._pair.queue.query()
+        attributes, other = abi.zeroed(abi.QP_ATTR), abi.zeroed(abi.QP_INIT_ATTR)
+        asked = abi.Attributes.TIMEOUT | abi.Attributes.RETRY_CNT
+        query, pointers = library().ibv_query_qp, (attributes.ctypes.data_as(c_void_p), other.ctypes.data_as(c_void_p))
+        assert query(c_void_p(reader._pair.queue.address), pointers[0], int(asked), pointers[1]) == 0
         assert (attributes["timeout"], attributes["retry_cnt"]) == (19, 3)

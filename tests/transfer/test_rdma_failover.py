@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from long_form import LONG
 from simulated.cuda_driver import LIBRARY
-from simulated.verbs import QP, Fabric
+from simulated.verbs import QP, Fabric, Request, posted
 
 from mooncake_connector.cli.doctor_rdma import rdma_checks
 from transfer.testing.fixtures import DEADLINE_S
@@ -24,12 +24,14 @@ from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Region, TransferError, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.rdma import reader, sending
+from transfer.transports.rdma import reader, sending, trial
 from transfer.transports.rdma import transport as module
+from transfer.transports.rdma.abi import Opcode
 from transfer.transports.rdma.card import CELL_NBYTES
 from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.fetcher import WHERE
 from transfer.transports.rdma.pair import ack_timeout
+from transfer.transports.rdma.queue_pair import Chain
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.wire import CopyStatus
@@ -104,7 +106,8 @@ def test_each_rail_carries_as_it_can(make: Callable[..., Pair]) -> None:
     assert fast > 2 * slow > 0
     counts = dict(pair.sender.take_counts())
     assert sorted(port.partition(" ")[0] for port in counts.pop("rail_opened")) == ["card0", "card1"]
-    assert counts == {"rail_bytes": {"card0:1": fast - 8, "card1:1": slow - 8}}, "but for the number of each probe"
+    numbers = 3 * CELL_NBYTES  # of connecting, and of trying windows at either side
+    assert counts == {"rail_bytes": {"card0:1": fast - numbers, "card1:1": slow - numbers}}
 
 
 @pytest.mark.parametrize("how", ["is_up", "answers", "speaks"])
@@ -132,26 +135,27 @@ def test_a_rail_that_fails_leaves_what_is_unfinished_to_the_other_and_is_taken_b
 def test_of_many_requests_few_have_a_completion(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    posted: list[list[Any]] = []
-    post = QP.post_send
+    batches: list[list[Request]] = []
+    post = QP.post
 
-    def seen(pair: QP, requests: list[Any]) -> None:
-        posted.append(requests)
-        post(pair, requests)
+    def seen(pair: QP, chain: Chain) -> None:
+        batches.append([request for request in posted(chain) if request.opcode is Opcode.RDMA_READ])
+        post(pair, chain)
 
-    monkeypatch.setattr(QP, "post_send", seen)
+    monkeypatch.setattr(QP, "post", seen)
     pair = make(1e12)
-    posted.clear()
+    batches.clear()
     count, apart = 4096, NBYTES // 4096
     places = np.arange(count) * apart
     whole = pair.source.address + places, pair.target.address + places, np.full(count, apart // 2)
     assert outcome_of(pair.peer.write(pair.grant, *whole, deadline_s=DEADLINE_S)).ok
     there, here = (buffer.bytes.reshape(count, apart)[:, : apart // 2] for buffer in (pair.target, pair.source))
     assert np.array_equal(there, here)
-    assert sum(map(len, posted)) == count and len(posted) <= count / 8
-    for requests in posted:
-        *silent, last = (getattr(request, "send_flags", 0) for request in requests)
-        assert last and not any(silent) and len(requests) <= reader.BATCH
+    batches = [batch for batch in batches if batch]
+    assert sum(map(len, batches)) == count and len(batches) <= count / 8
+    for batch in batches:
+        *silent, last = (request.is_signaled for request in batch)
+        assert last and not any(silent) and len(batch) <= reader.BATCH
 
 
 def test_a_transport_that_was_closed_meanwhile_is_unavailable(make: Callable[..., Pair]) -> None:
@@ -211,6 +215,7 @@ def test_rails_that_are_silent_hold_up_no_connection_and_are_taken_in_as_they_an
 ) -> None:
     """Nobody gives them up here: whoever waits for one before it tries the next waits until its deadline."""
     monkeypatch.setattr(reader, "SILENCE", 1e6)
+    monkeypatch.setattr(trial, "WINDOW_PATIENCE_S", 0.01)
     fabric = Fabric(monkeypatch, [FAST] * 4)
     silent = [fabric.cards[name] for name in ("card0", "card1", "card3")]
     for card in silent:
@@ -295,18 +300,17 @@ def test_a_key_that_is_refused_fails_its_write_and_all_others_arrive(
 ) -> None:
     pair = make(FAST, FAST)
     other = Buffer(MIB, seed=2)
-    region = pair.memory.register(other.address, MIB)
-    stale = {card: card.keys()[1] for card in pair.peer._encoder._cards}
-    pair.memory.unregister(region)
     pair.memory.register(other.address, MIB)
+    encoder = pair.peer._encoder
+    tell = encoder._told
 
-    def keys(card: Any, pieces: Any) -> bytes:
-        first = int(np.asarray(pieces.local)[0])
-        known = stale[card] if other.address <= first < other.address + MIB else card.keys()[1]
-        encoded: bytes = known.encode(pieces.local)
-        return encoded
+    def told(path: Any, part: Any) -> bytes:
+        first = int(np.asarray(part.pieces.local)[0])
+        is_other = other.address <= first < other.address + MIB
+        keys: bytes = encoder._cards[path.number].unreadable(part.pieces) if is_other else tell(path, part)
+        return keys
 
-    monkeypatch.setattr(pair.peer._encoder, "keys", keys)
+    monkeypatch.setattr(encoder, "_told", told)
     bad = pair.peer.write(
         pair.grant, int64(other.address), pair.grant.addresses, int64(MIB), deadline_s=DEADLINE_S
     )
@@ -368,7 +372,7 @@ def test_memory_that_one_card_does_not_take_is_known_to_none(monkeypatch: pytest
             raise OSError(12, "Cannot allocate memory")
 
         with monkeypatch.context() as patched:
-            patched.setattr(refusing._domain, "reg_mr", refuse)
+            patched.setattr(refusing._domain, "register", refuse)
             with pytest.raises(TransferError, match="card1 cannot register it"):
                 made.register(Region(buffer.address, MIB))
         assert [list(card._registered) for card in cards] == [[card.cells.region] for card in cards]
@@ -383,14 +387,14 @@ def test_what_it_goes_over_is_in_the_log_once_and_in_the_metrics(
         transports = [RdmaTransport(Memory()) for _ in range(2)]
     ports = [
         f"card{number} port 1 (RoCE v2, 10.77.{number}.1), entry 3 of its GID table, MTU 4096, requests of 512.0 KiB "
-        "with 4 ranges, 64 at a time, 16 of them on the wire"
+        "with 4 ranges, 64 at a time, 16 of them on the wire, by memory windows"
         for number in (0, 1)
     ]
     for made in transports:
         assert made.take_counts() == {"rail_opened": dict.fromkeys(ports, 1)} and not made.take_counts()
         made.close()
     (line,) = [message for message in caplog.messages if "rdma: goes over" in message]
-    assert all(port in line for port in ports) and "by the package ibverbs" in line and "locked memory: " in line
+    assert all(port in line for port in ports) and "libibverbs" in line and "locked memory: " in line
     fabric.close()
 
 
@@ -407,19 +411,20 @@ def test_what_is_configured_is_set_at_the_queue_pairs_of_both_sides(monkeypatch:
     fabric.close()
 
 
-@settings(max_examples=24 if LONG else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30 if LONG else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["is_up", "answers", "speaks"]), st.floats(0.001, 0.05)),
+        st.tuples(st.integers(0, 2), st.sampled_from(["is_up", "answers", "speaks", "binds"]), st.floats(0.001, 0.05)),
         min_size=1, max_size=8,
-    )
+    ),
+    st.booleans(),
 )  # fmt: skip
 def test_whatever_rails_do_while_one_works_every_write_arrives_whole(
-    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, str, float]]
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, str, float]], has_windows: bool
 ) -> None:
     """A slice is sent again as often as it takes here, since rails break more often than they ever would."""
     monkeypatch.setattr(sending, "MAX_TRIES", 1000)
-    pair = Pair(Fabric(monkeypatch, [FAST] * 4))
+    pair = Pair(Fabric(monkeypatch, [FAST] * 4, has_windows=has_windows))
     cards = list(pair.fabric.cards.values())
 
     def disturb() -> None:

@@ -107,7 +107,7 @@ def test_cards_are_chosen_for_a_gpu_where_they_reach_it_by_themselves(
         asked.append(address)
         return {"card1": 4, "card0": 6}
 
-    monkeypatch.setattr("transfer.transports.rdma.card.links_to", links)
+    monkeypatch.setattr("transfer.transports.rdma.opened.links_to", links)
     settings = RdmaSettings.configured(Config(rdma_gpudirect="auto" if asks else "off"))
     with contextlib.closing(OpenRails(["10.77.0.1"], settings, OnDevice(Driver(LIBRARY), 1))) as opened:
         names = [rail.card.rail.device for rail in opened.all]

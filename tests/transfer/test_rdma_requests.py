@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated.verbs import Request, posted
 
 from transfer.control.handshake import Identity
 from transfer.transports import registry
 from transfer.transports.base import FEW, Region, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.rdma import card, verbs
+from transfer.transports.rdma import abi, opened, verbs
 from transfer.transports.rdma.keys import MAX_REGIONS, Keys, decode_keys
 from transfer.transports.rdma.pair import End, ack_timeout, decode_end
-from transfer.transports.rdma.work import Work, plan
+from transfer.transports.rdma.queue_pair import Chain
+from transfer.transports.rdma.work import FewReads, Work, plan
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import WireError
 
@@ -28,13 +30,30 @@ def pieces_of(rows: list[tuple[int, int, int]]) -> Pieces:
     return Pieces(there, here, nbytes, int(nbytes.sum()))
 
 
-def moved(work: Work) -> dict[int, tuple[int, int, int]]:
+def reads_of(work: Work | FewReads, most: int = 7, room_nbytes: int = 1 << 40) -> list[Request]:
+    """As they are posted, some at a time."""
+    found: list[Request] = []
+    chain = Chain(most, 16)
+    while len(found) < len(work):
+        chain.begin()
+        start = len(found)
+        nbytes = work.fill(chain, 1 + start, start, most, room_nbytes)
+        found += posted(chain)
+        batch = found[start:]
+        sizes = [sum(size for _, size, _ in request.ranges) for request in batch]
+        assert len(batch) == chain.count <= most and nbytes == sum(sizes) and sum(sizes[:-1]) < room_nbytes
+        assert [request.is_signaled for request in batch] == [False] * (len(batch) - 1) + [True]
+        assert len(batch) == most or nbytes >= room_nbytes or len(found) == len(work)
+    assert [request.number for request in found] == list(range(1, 1 + len(work)))
+    return found
+
+
+def moved(work: Work | FewReads, room_nbytes: int) -> dict[int, tuple[int, int, int]]:
     """Of each byte here from where it comes, and the keys that are used for it."""
     found = dict[int, tuple[int, int, int]]()
-    for read in work.reads(0, len(work)):
+    for read in reads_of(work, room_nbytes=room_nbytes):
         address = read.address
-        assert sum(nbytes for _, nbytes, _ in read.target) == read.nbytes
-        for target, nbytes, key in read.target:
+        for target, nbytes, key in read.ranges:
             for i in range(nbytes):
                 assert target + i not in found
                 found[target + i] = address + i, read.key, key
@@ -63,8 +82,12 @@ def some_pieces(draw: st.DrawFn) -> Pieces:
     return pieces_of(draw(st.permutations(rows or [(0x1000, 0x9000, 8)])))
 
 
-@given(some_pieces(), st.sampled_from([16, 100, 1 << 20]), st.sampled_from([1, 3, 16]))
-def test_every_byte_is_read_once_with_the_keys_of_its_regions_and_within_the_limits(pieces, max_nbytes, max_ranges):
+@given(
+    some_pieces(), st.sampled_from([16, 100, 1 << 20]), st.sampled_from([1, 3, 16]), st.sampled_from([1, 100, 1 << 40])
+)
+def test_every_byte_is_read_once_with_the_keys_of_its_regions_and_within_the_limits(
+    pieces, max_nbytes, max_ranges, room_nbytes
+):
     expected = {}
     for source, target, nbytes in zip(pieces.local, pieces.remote, pieces.nbytes, strict=True):
         for i in range(int(nbytes)):
@@ -75,16 +98,17 @@ def test_every_byte_is_read_once_with_the_keys_of_its_regions_and_within_the_lim
         work = plan(form, Keys.of(THERE), Keys.of(HERE), max_nbytes, max_ranges)
         assert work is not None
         told = {b + i for b, n in zip(form.remote, form.nbytes, strict=True) for i in range(int(n))}
-        assert moved(work) == {target: found for target, found in expected.items() if target in told}
-        for read in work.reads(0, len(work)):
-            assert len(read.target) <= max_ranges and read.nbytes <= 2 * max_nbytes
+        assert moved(work, room_nbytes) == {target: found for target, found in expected.items() if target in told}
+        for read in reads_of(work):
+            nbytes = sum(size for _, size, _ in read.ranges)
+            assert len(read.ranges) <= max_ranges and nbytes <= 2 * max_nbytes
 
 
 def test_what_follows_on_one_side_or_both_becomes_one_request():
     def requests(rows: list[tuple[int, int, int]]) -> list[int]:
         work = plan(pieces_of(rows), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4)
         assert work is not None
-        return [len(read.target) for read in work.reads(0, len(work))]
+        return [len(read.ranges) for read in reads_of(work)]
 
     assert requests([(0x4000 + 16 * i, 0x9000 + 16 * i, 16) for i in range(10)]) == [1]
     assert requests([(0x4000 + 16 * i, 0x9000 + 32 * i, 16) for i in range(10)]) == [4, 4, 2]
@@ -148,14 +172,14 @@ def test_a_card_says_again_what_is_not_acknowledged_for_half_to_all_of_the_time(
 
 
 @pytest.mark.parametrize(
-    "lacks, says", [("package", "pip install 'mooncake-connector[rdma]'"), ("card", "there is no RDMA card")]
+    "lacks, says", [("library", "apt-get install libibverbs1"), ("card", "there is no RDMA card")]
 )
 def test_where_something_is_missing_the_others_serve_and_one_line_says_what(monkeypatch, caplog, lacks, says):
-    monkeypatch.setattr(card, "rails", lambda: ["a card"] if lacks == "package" else [])
-    if lacks == "package":
-        monkeypatch.setattr(verbs.importlib.util, "find_spec", lambda name: None)
-    else:
-        monkeypatch.setattr(verbs.importlib, "import_module", lambda name: pytest.fail(f"{name} is not needed"))
+    monkeypatch.setattr(opened, "rails", lambda: ["a card"] if lacks == "library" else [])
+    verbs.library.cache_clear()
+    monkeypatch.setattr(abi, "LIBRARY", "libibverbs-that-is-not-there.so.1")
+    if lacks == "card":
+        monkeypatch.setattr(abi, "loaded", lambda: pytest.fail("the library is not needed"))
     options = TransportOptions(Identity(), hosts=("127.0.0.1",))
     for _ in range(2):
         with registry.make_transports(["rdma", "tcp"], Memory(), options) as made:

@@ -7,7 +7,7 @@ that does not is a log line with the reason, once, and the next one is tried.
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -62,29 +62,35 @@ def transport_class(name: str) -> type[Transport]:
     return _registered[name]
 
 
-def named(of: Sequence[str]) -> list[str]:
+def named(of: Sequence[str], *, encrypted: bool = False) -> list[str]:
     """These names, and in the place of `auto` what serves best here and is not named besides.
 
-    It is the default ones, and before `tcp` that of RDMA cards, where a port of one is up and its package installed.
-    Libraries have to be named: they open ports of their own, which know no secret.
+    It is the default ones, and before `tcp` that of RDMA cards, where a port of one is up and nothing has to be
+    `encrypted`. Libraries have to be named: they open ports of their own, which know no secret.
     """
     if AUTO not in of:
         return list(of)
-    has_card = any(rail.is_up for rail in rails())
-    far = [RdmaTransport.name] if has_card and importlib.util.find_spec("ibverbs") else []
+    far = [RdmaTransport.name] if any(rail.is_up for rail in rails()) else []
+    if far and encrypted and RdmaTransport.name not in of:
+        said = "transport rdma is left out: it does not encrypt, and tls_certificate is set; transports may name it"
+        log_once("transfer.rdma.tls", said, level=logging.INFO, logger=logger)
+        far = []
     *near, tcp = TRANSPORTS
     place = list(of).index(AUTO)
     return [*of[:place], *(name for name in (*near, *far, tcp) if name not in of), *of[place + 1 :]]
 
 
-def serving(of: Sequence[str] | None = None, *, device: bool = False, hosts: Sequence[str] = ()) -> list[str]:
+def serving(
+    of: Sequence[str] | None = None, *, device: bool = False, hosts: Sequence[str] = (), encrypted: bool = False
+) -> list[str]:
     """Those of these names, or of all, that serve memory of a device, or of the host. Raises TransferError.
 
     Args:
         hosts: what those that reach other hosts listen on; without any they do not serve.
+        encrypted: whether what goes to other hosts has to be, unless its transport is named.
     """
     found = []
-    for name in _registered if of is None else named(of):
+    for name in _registered if of is None else named(of, encrypted=encrypted):
         capabilities = transport_class(name).capabilities
         fits = capabilities.device_memory if device else capabilities.host_memory
         if fits and (hosts or not capabilities.other_host):
@@ -112,7 +118,8 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
     One that cannot use what is registered, or whose library is missing, is left out, with a line in the log. Raises
     TransferError for an unknown name, and where one cannot work with these options.
     """
-    wanted = serving(of, device=options.place is not None, hosts=options.hosts)
+    encrypted = options.tls is not None
+    wanted = serving(of, device=options.place is not None, hosts=options.hosts, encrypted=encrypted)
     made: list[Transport] = []
     left_out: list[str] = []
     try:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from mooncake_connector.log import get_logger, kind_of, log_once
 from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Region, TransferError, Unavailable
+from transfer.transports.rdma.abi import Access
 from transfer.transports.rdma.keys import Keys
-from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, links_to, rails, unused
+from transfer.transports.rdma.queue_pair import QueuePair
+from transfer.transports.rdma.rails import Rail, index_now, is_up
 from transfer.transports.rdma.settings import RdmaSettings
-from transfer.transports.rdma.verbs import binding, open_device
-from transfer.transports.vectors import address_of
-
-logger = get_logger(__name__)
+from transfer.transports.rdma.verbs import Channel, Queue, Registered, Window, open_device
+from transfer.transports.vectors import Pieces, address_of
 
 MAX_REQUESTS = 128
 """Under way on one queue pair."""
@@ -62,28 +61,57 @@ class Cells:
         return int(self._numbers[place]) == number
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes that lie in one registered region."""
+
+    address: int
+    nbytes: int
+    region: Region
+    registered: Registered
+
+
+@dataclass(frozen=True, slots=True)
+class _AllKeys:
+    """Args:
+    filled: by which this process's memory is filled here.
+    read: by which peers read the memory that has no windows.
+    unreadable: of the memory that has, by which nobody reads anything; `windowed` are its regions, in this order.
+    """
+
+    filled: Keys
+    read: Keys
+    unreadable: Keys
+    windowed: Sequence[tuple[Region, Registered]]
+
+
 class Card:
     """A card by one of its ports. Safe to use from any thread."""
 
     def __init__(self, rail: Rail, settings: RdmaSettings) -> None:
         """Raises Unavailable with the reason."""
-        self._verbs = binding()
         self.rail, self.settings = rail, settings
         self._context = open_device(self.rail.device)
         try:
-            self._domain = self._context.alloc_pd()
-            limits, port = self._context.query_device(), self._context.query_port(self.rail.port)
-            self.mtu, self.lid = int(port.active_mtu), int(port.lid)
-            self.max_requests = min(MAX_REQUESTS, limits.max_qp_wr, limits.max_cqe - 1)
-            self.max_ranges = min(MAX_RANGES, limits.max_sge)
-            self.max_reads = min(MAX_READS, limits.max_qp_rd_atom)
-            self.max_request_nbytes = max(1, min(2 * MAX_REQUEST_NBYTES, port.max_msg_sz) // 2)
+            self._domain = self._context.domain()
+            limits, port = self._context.limits(), self._context.port(self.rail.port)
         except OSError as error:
             self._context.close()
             raise Unavailable(f"{self.rail} cannot be used: {error}") from error
+        self.mtu, self.lid = port.active_mtu, port.lid
+        self.max_requests = min(MAX_REQUESTS, limits.max_qp_wr, limits.max_cqe - 1)
+        self.max_ranges = min(MAX_RANGES, limits.max_sge)
+        self.max_reads = min(MAX_READS, limits.max_qp_rd_atom)
+        self.max_request_nbytes = max(1, min(2 * MAX_REQUEST_NBYTES, port.max_msg_sz) // 2)
+        self.has_windows = limits.has_windows
+        """Whether what is registered as `by_window` is read by memory windows; set it before anything is."""
         self._lock = threading.Lock()
-        self._registered: dict[Region, Any] = {}
-        self._keys: tuple[Keys, Keys] | None = None
+        self._registered: dict[Region, Registered] = {}
+        self._windowed: list[Region] = []
+        self._keys: _AllKeys | None = None
+        self.window_lock = threading.Lock()
+        """Held while windows are bound and invalidated, so that no memory goes meanwhile."""
+        self._windows: dict[Region, set[Window]] = {}
         self.cells = Cells()
         try:
             self.register(self.cells.region)
@@ -91,47 +119,91 @@ class Card:
             self.close()
             raise Unavailable(str(error)) from error
 
-    def register(self, region: Region, remedy: str = LOCK_MORE) -> None:
-        """Let the card fill it, and let peers that learn its key read it. Raises TransferError, which says `remedy`."""
+    def register(self, region: Region, remedy: str = LOCK_MORE, *, by_window: bool = False) -> None:
+        """Let the card fill it, and let peers that learn its key read it. Raises TransferError, which says `remedy`.
+
+        Args:
+            by_window: peers read it by the keys of windows alone, where the card has them.
+        """
+        is_windowed = by_window and self.has_windows
+        access = Access.LOCAL_WRITE | (Access.MW_BIND if is_windowed else Access.REMOTE_READ)
         try:
-            made = self._domain.reg_mr(region.address, region.nbytes, self._access)
+            made = self._domain.register(region.address, region.nbytes, access)
         except OSError as error:
             raise TransferError(f"{self.rail.device} cannot register it: {error}{remedy}") from error
-        self._add(region, made)
+        self._add(region, made, is_windowed)
 
     def register_dma_buf(self, region: Region, descriptor: int, offset: int) -> None:
         """The same, of memory that a dma-buf has at `offset`; it is named by its addresses all the same, and nothing
         else of the dma-buf is. Raises TransferError."""
+        access = Access.LOCAL_WRITE | Access.REMOTE_READ
         try:
-            made = self._domain.reg_dmabuf_mr(offset, region.nbytes, region.address, descriptor, self._access)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a libibverbs that does not know the call
+            made = self._domain.register_dma_buf(offset, region.nbytes, region.address, descriptor, access)
+        except OSError as error:
             raise TransferError(f"{self.rail.device} takes no dma-buf: {error}") from error
-        self._add(region, made)
+        self._add(region, made, False)
 
     def unregister(self, region: Region) -> None:
         """Its keys are refused once this returned. Raises OSError."""
         with self._lock:
             registered = self._registered.pop(region)
+            if region in self._windowed:
+                self._windowed.remove(region)
             self._keys = None
-        registered.close()
+        with self.window_lock:
+            for window in self._windows.pop(region, ()):
+                window.close()
+            registered.close()
 
-    @property
-    def _access(self) -> int:
-        return int(self._verbs.AccessFlags.LOCAL_WRITE | self._verbs.AccessFlags.REMOTE_READ)
-
-    def _add(self, region: Region, made: Any) -> None:
+    def _add(self, region: Region, made: Registered, is_windowed: bool) -> None:
         with self._lock:
             self._registered[region] = made
+            if is_windowed:
+                self._windowed.append(region)
             self._keys = None
 
     def keys(self) -> tuple[Keys, Keys]:
-        """By which this process's memory is filled here, and by which peers read it."""
+        """By which this process's memory is filled here, and by which peers read it without windows."""
+        keys = self._all_keys()
+        return keys.filled, keys.read
+
+    def _all_keys(self) -> _AllKeys:
         with self._lock:
             if self._keys is None:
-                filled = Keys.of((region, made.lkey) for region, made in self._registered.items())
-                read = Keys.of((region, made.rkey) for region, made in self._registered.items())
-                self._keys = filled, read
+                known = sorted(self._registered.items(), key=lambda one: one[0].address)
+                windowed = [(region, made) for region, made in known if region in self._windowed]
+                self._keys = _AllKeys(
+                    Keys.of((region, made.lkey) for region, made in known),
+                    Keys.of((region, made.rkey) for region, made in known if region not in self._windowed),
+                    Keys.of((region, made.rkey) for region, made in windowed),
+                    windowed,
+                )
             return self._keys
+
+    def spans(self, pieces: Pieces) -> list[Span]:
+        """What windows are needed for so that these can be read; none for what is read without windows.
+
+        Call it with `window_lock` held.
+        """
+        keys = self._all_keys()
+        spans = keys.unreadable.spans(pieces.local, pieces.nbytes)
+        return [Span(address, nbytes, *keys.windowed[index]) for index, address, nbytes in spans]
+
+    def unreadable(self, pieces: Pieces) -> bytes:
+        """Keys of the regions that these pieces lie in, which let nobody read them."""
+        return self._all_keys().unreadable.encode(pieces.local)
+
+    def window(self) -> Window:
+        """A new one. Raises OSError."""
+        return self._domain.window()
+
+    def bound(self, window: Window, span: Span) -> None:
+        """It ends with this memory. Call it with `window_lock` held."""
+        self._windows.setdefault(span.region, set()).add(window)
+
+    def unbound(self, window: Window, span: Span) -> None:
+        """Not any more. Call it with `window_lock` held."""
+        self._windows.get(span.region, set()).discard(window)
 
     @property
     def described(self) -> str:
@@ -142,7 +214,7 @@ class Card:
         return (
             f"{rail}, entry {rail.gid_index} of its GID table, {speed}{node}MTU {_MTU_NBYTES[self.mtu]}, requests of "
             f"{human_nbytes(self.max_request_nbytes)} with {self.max_ranges} ranges, {self.max_requests} at a time, "
-            f"{self.max_reads} of them on the wire"
+            f"{self.max_reads} of them on the wire, {'by memory windows' if self.has_windows else 'no memory windows'}"
         )
 
     @property
@@ -155,22 +227,17 @@ class Card:
         """Of its address now. Raises OSError where the port has it no more."""
         return index_now(self.rail)
 
-    def completion_channel(self) -> Any:
-        """An `ibverbs.CompChannel`. Raises OSError."""
-        return self._context.create_comp_channel()
+    def completion_channel(self) -> Channel:
+        """Raises OSError."""
+        return self._context.channel()
 
-    def completion_queue(self, size: int, channel: Any = None) -> Any:
-        """An `ibverbs.CQ`. Raises OSError."""
-        return self._context.create_cq(size, channel)
+    def completion_queue(self, size: int, channel: Channel | None = None) -> Queue:
+        """Raises OSError."""
+        return self._context.queue(size, channel)
 
-    def queue_pair(self, completions: Any, max_requests: int) -> Any:
-        """A reliable connected `ibverbs.QP`. Raises OSError."""
-        return self._domain.create_qp(
-            self._verbs.QPInitAttr(
-                send_cq=completions, recv_cq=completions, qp_type=self._verbs.QPType.RC, max_send_wr=max_requests,
-                max_recv_wr=1, max_send_sge=self.max_ranges, max_recv_sge=1,
-            )
-        )  # fmt: skip
+    def queue_pair(self, completions: Queue, max_requests: int) -> QueuePair:
+        """Raises OSError."""
+        return QueuePair(self._context, self._domain, completions, max_requests, self.max_ranges)
 
     def close(self) -> None:
         """Queues must be closed before. May be called twice."""
@@ -178,40 +245,3 @@ class Card:
             self.unregister(region)
         self._domain.close()
         self._context.close()
-
-
-def open_cards(hosts: Sequence[str], settings: RdmaSettings, near: str = "") -> list[Card]:
-    """One for each port to use, the best first; one that cannot be used is left out. Raises Unavailable for none.
-
-    Args:
-        hosts: the addresses by which peers know this process: ports that have them are preferred.
-        near: the PCI address of the device whose memory cards are to reach by themselves.
-    """
-    cards: list[Card] = []
-    reasons: list[str] = []
-    for rail in _rails(hosts, settings, links_to(near) if near else {}):
-        try:
-            cards.append(Card(rail, settings))
-        except Unavailable as error:
-            reasons.append(str(error))
-    if not cards:
-        raise Unavailable("; ".join(reasons))
-    if missing := unused(settings.ports, [card.rail for card in cards]):
-        reasons.append(f"rdma_ports names {', '.join(missing)}: no such port is up with an address for RDMA")
-    for reason in reasons:
-        log_once(f"transfer.rdma.rail:{kind_of(reason)}", "rdma: a rail is left out: %s", reason, logger=logger)
-    return cards
-
-
-def _rails(hosts: Sequence[str], settings: RdmaSettings, links: Mapping[str, int]) -> list[Rail]:
-    """Raises Unavailable."""
-    found = rails()
-    if not found:  # asked first: a process without a card never has the library
-        raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
-    binding()
-    if several := chosen(found, hosts, settings.ports, settings.gid_index, distances(), links):
-        return several
-    seen = ", ".join(sorted({f"{rail.device} port {rail.port} {'up' if rail.is_up else 'down'}" for rail in found}))
-    of = f" of {', '.join(settings.ports)}" if settings.ports else ""
-    at = "" if settings.gid_index is None else f" at entry {settings.gid_index} of its table"
-    raise Unavailable(f"no port{of} is up with a RoCE v2 or InfiniBand address{at}: {seen}")

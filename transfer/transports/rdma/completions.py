@@ -7,10 +7,10 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.transports.rdma.card import Card
+from transfer.transports.rdma.verbs import Queue
 
 logger = get_logger(__name__)
 
@@ -24,7 +24,7 @@ class Completions:
         self._channel = card.completion_channel()
         self._lock = threading.Lock()
         """Held while an event is taken, so that no queue goes meanwhile."""
-        self._owners: dict[Any, Callable[[], None]] = {}
+        self._owners: dict[Queue, Callable[[], None]] = {}
         self._closing = False
         os.set_blocking(self._channel.fd, False)  # the event of a queue that has just gone never comes
         self._epoll = select.epoll()
@@ -38,14 +38,14 @@ class Completions:
             self._release()
             raise
 
-    def queue(self, size: int, owner: Callable[[], None]) -> Any:
-        """A completion queue; `owner` is called in this thread, once each time that it asked with `req_notify`."""
+    def queue(self, size: int, owner: Callable[[], None]) -> Queue:
+        """A completion queue; `owner` is called in this thread, once each time that it asked with `notify`."""
         made = self._card.completion_queue(size, self._channel)
         with self._lock:
             self._owners[made] = owner
         return made
 
-    def remove(self, queue: Any) -> None:
+    def remove(self, queue: Queue) -> None:
         """Its owner is not called any more; it may be in a call just now. Raises OSError."""
         with self._lock:
             self._owners.pop(queue, None)
@@ -77,8 +77,7 @@ class Completions:
     def _take(self) -> None:
         owner = None
         with self._lock, contextlib.suppress(BlockingIOError):
-            queue = self._channel.get_cq_event()
-            queue.ack_events(1)
-            owner = self._owners.get(queue)
+            queue = self._channel.take()
+            owner = None if queue is None else self._owners.get(queue)
         if owner is not None:
             owner()

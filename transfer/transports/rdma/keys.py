@@ -44,6 +44,22 @@ class Keys:
         is_inside = index >= 0 and address + nbytes <= self.starts.item(index) + self.sizes.item(index)
         return self.keys.item(index) if is_inside else None
 
+    def spans(self, addresses: Numbers, nbytes: Numbers) -> list[tuple[int, int, int]]:
+        """Of each region that pieces begin in, by its index: where the first one begins, and the size from there to the
+        end of the last, or to its own."""
+        if not len(self.starts):
+            return []
+        starts, sizes = (np.asarray(column, dtype=np.int64) for column in (addresses, nbytes))
+        regions = self.index(starts)
+        begins = np.full(len(self.starts), np.iinfo(np.int64).max)
+        ends = np.zeros(len(self.starts), dtype=np.int64)
+        is_known = regions >= 0
+        np.minimum.at(begins, regions[is_known], starts[is_known])
+        np.maximum.at(ends, regions[is_known], (starts + sizes)[is_known])
+        np.minimum(ends, self.starts + self.sizes, out=ends)
+        used = np.flatnonzero(begins < ends)
+        return list(zip(used.tolist(), begins[used].tolist(), (ends - begins)[used].tolist(), strict=True))
+
     def index(self, addresses: Int64) -> npt.NDArray[np.intp]:
         """Of the region that begins at or before each address, which must not be before all."""
         return self.starts.searchsorted(addresses, side="right") - 1

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Region, Unavailable
 from transfer.transports.cuda.driver import CudaError
 from transfer.transports.cuda.stage import OnDevice
-from transfer.transports.rdma.card import Card, open_cards
+from transfer.transports.rdma.card import Card
 from transfer.transports.rdma.completions import Completions
+from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, links_to, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.trial import without_windows
+from transfer.transports.rdma.verbs import library
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRail:
-    """Args:
-    silent: the completion queue of queue pairs that only answer: nothing is ever in it.
-    """
-
     card: Card
     completions: Completions
-    silent: Any
 
     def close(self) -> None:
         """Queues of others must be closed before. Raises OSError."""
         self.completions.close()
-        self.silent.close()
         self.card.close()
 
 
@@ -53,7 +52,7 @@ class OpenRails:
         cards = open_cards(hosts, settings, "" if place is None or settings.no_gpudirect else _pci_address(place))
         try:
             while cards:
-                self.all.append(_opened(cards[0]))
+                self.all.append(OpenRail(cards[0], Completions(cards[0])))
                 del cards[0]
         except (OSError, RuntimeError) as error:
             for card in cards:
@@ -63,7 +62,7 @@ class OpenRails:
 
     def register(self, region: Region) -> None:
         """With every card, or with none. Raises TransferError."""
-        self._with_all(region, lambda card: card.register(region))
+        self._with_all(region, lambda card: card.register(region, by_window=True))
 
     def register_device(self, region: Region) -> None:
         """The same, of memory that the kernel knows to be a device's."""
@@ -92,11 +91,49 @@ class OpenRails:
             self.all.pop().close()
 
 
-def _opened(card: Card) -> OpenRail:
-    """Raises OSError, RuntimeError; the card is still the caller's then."""
-    completions = Completions(card)
-    try:
-        return OpenRail(card, completions, card.completion_queue(1))
-    except BaseException:
-        completions.close()
-        raise
+def open_cards(hosts: Sequence[str], settings: RdmaSettings, near: str = "") -> list[Card]:
+    """One for each port to use, the best first; one that cannot be used is left out. Raises Unavailable for none.
+
+    Args:
+        hosts: the addresses by which peers know this process: ports that have them are preferred.
+        near: the PCI address of the device whose memory cards are to reach by themselves.
+    """
+    cards: list[Card] = []
+    reasons: list[str] = []
+    for rail in _rails(hosts, settings, links_to(near) if near else {}):
+        try:
+            cards.append(_card(rail, settings))
+        except Unavailable as error:
+            reasons.append(str(error))
+    if not cards:
+        raise Unavailable("; ".join(reasons))
+    if missing := unused(settings.ports, [card.rail for card in cards]):
+        reasons.append(f"rdma_ports names {', '.join(missing)}: no such port is up with an address for RDMA")
+    for reason in reasons:
+        log_once(f"transfer.rdma.rail:{kind_of(reason)}", "rdma: a rail is left out: %s", reason, logger=logger)
+    return cards
+
+
+def _card(rail: Rail, settings: RdmaSettings) -> Card:
+    """Raises Unavailable."""
+    card = Card(rail, settings)
+    if card.has_windows and (why_not := settings.no_windows or without_windows(card)):
+        card.has_windows = False
+        cause = f"transfer.rdma.windows:{rail.device}:{kind_of(why_not)}"
+        said = "rdma: %s has no memory windows for us, so peers that were told a key keep it: %s"
+        log_once(cause, said, rail.device, why_not, logger=logger)
+    return card
+
+
+def _rails(hosts: Sequence[str], settings: RdmaSettings, links: Mapping[str, int]) -> list[Rail]:
+    """Raises Unavailable."""
+    found = rails()
+    if not found:  # asked first: a process without a card never has the library
+        raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
+    library()
+    if several := chosen(found, hosts, settings.ports, settings.gid_index, distances(), links):
+        return several
+    seen = ", ".join(sorted({f"{rail.device} port {rail.port} {'up' if rail.is_up else 'down'}" for rail in found}))
+    of = f" of {', '.join(settings.ports)}" if settings.ports else ""
+    at = "" if settings.gid_index is None else f" at entry {settings.gid_index} of its table"
+    raise Unavailable(f"no port{of} is up with a RoCE v2 or InfiniBand address{at}: {seen}")

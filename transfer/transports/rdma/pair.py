@@ -6,11 +6,11 @@ import math
 import secrets
 import struct
 from dataclasses import dataclass
-from typing import Any
 
+from transfer.transports.rdma.abi import Access
 from transfer.transports.rdma.card import Card
-from transfer.transports.rdma.verbs import binding
-from transfer.transports.rdma.work import Read
+from transfer.transports.rdma.queue_pair import Chain
+from transfer.transports.rdma.verbs import Queue
 from transfer.transports.wire import WireError
 
 _END = struct.Struct("<IIHBB16s")
@@ -20,7 +20,7 @@ _EPOCH_STEP = 0x9E3779
 """Far apart, so that nothing late is taken for what came after it."""
 _MAX_MTU = 5
 _ROUTERS = 64
-"""Hop limit; the binding's own stays within one network."""
+"""Hop limit."""
 _TICK_S = 4.096e-6
 _MAX_ACK_TIMEOUT = 31
 
@@ -59,55 +59,52 @@ def decode_end(data: bytes) -> End:
 class Pair:
     """This end. Every state is entered anew in each epoch, which both sides count. For one thread at a time."""
 
-    def __init__(self, card: Card, completions: Any, max_requests: int) -> None:
+    def __init__(self, card: Card, completions: Queue, max_requests: int) -> None:
         """Raises OSError."""
-        self._card, self._verbs = card, binding()
-        self.queue: Any = card.queue_pair(completions, max_requests)
-        """The `ibverbs.QP`."""
+        self._card = card
+        self.queue = card.queue_pair(completions, max_requests)
         sequence = secrets.randbits(_NUMBER_BITS)
-        self.end = End(self.queue.qp_num, sequence, card.lid, card.mtu, card.max_reads, card.rail.gid)
+        self.end = End(self.queue.number, sequence, card.lid, card.mtu, card.max_reads, card.rail.gid)
 
     def serve(self, peer: End, epoch: int) -> None:
         """Let the peer read what it has keys of. Raises OSError."""
-        self._receive(peer, epoch, self._verbs.AccessFlags.REMOTE_READ)
+        self._receive(peer, epoch, Access.REMOTE_READ)
+        self._send(peer, epoch)  # what binds memory windows
 
     def read_from(self, peer: End, epoch: int) -> None:
         """Be ready to read. Raises OSError."""
-        self._receive(peer, epoch, 0)
-        reads, settings = min(self._card.max_reads, peer.max_reads), self._card.settings
-        timeout = ack_timeout(settings.lost_after_s, settings.retries)
-        self.queue.to_rts(
-            _sequence(self.end, epoch), timeout=timeout, retry_cnt=settings.retries, max_rd_atomic=reads
-        )
+        self._receive(peer, epoch, Access(0))
+        self._send(peer, epoch)
 
-    def request(self, number: int, read: Read) -> Any:
-        """For `queue.post_send`, without a completion unless it fails."""
-        verbs = self._verbs
-        return verbs.SendWR(
-            wr_id=number,
-            sg_list=[verbs.SGE(address, nbytes, key) for address, nbytes, key in read.target],
-            opcode=int(verbs.WROpcode.RDMA_READ), remote_addr=read.address, rkey=read.key,
-        )  # fmt: skip
+    def post(self, chain: Chain) -> None:
+        """Raises OSError."""
+        self.queue.post(chain)
 
     def fail(self) -> None:
         """Have the card give up all that is under way, each with a completion. Raises OSError."""
-        self.queue.modify(self._verbs.QPAttrMask.STATE, qp_state=self._verbs.QPState.ERR)
+        self.queue.fail()
 
     def close(self) -> None:
         """Once this returned, the card neither reads nor writes for it. Raises OSError."""
         self.queue.close()
 
-    def _receive(self, peer: End, epoch: int, access: int) -> None:
+    def _receive(self, peer: End, epoch: int, access: Access) -> None:
         if epoch:
-            self.queue.modify(self._verbs.QPAttrMask.STATE, qp_state=self._verbs.QPState.RESET)
+            self.queue.reset()
         rail, settings = self._card.rail, self._card.settings
         self.queue.to_init(rail.port, access, settings.pkey_index)
-        mtu = min(self._card.mtu, peer.mtu)
-        there = self._verbs.QPInfo(peer.number, _sequence(peer, epoch), peer.lid, peer.gid, rail.port, mtu)
         self.queue.to_rtr(
-            there, sgid_index=self._card.gid_index, mtu=mtu, hop_limit=_ROUTERS,
-            max_dest_rd_atomic=self._card.max_reads, sl=settings.service_level, traffic_class=settings.traffic_class,
+            peer.number, _sequence(peer, epoch), peer.lid, peer.gid, rail.port, sgid_index=self._card.gid_index,
+            mtu=min(self._card.mtu, peer.mtu), hop_limit=_ROUTERS, max_dest_rd_atomic=self._card.max_reads,
+            sl=settings.service_level, traffic_class=settings.traffic_class,
         )  # fmt: skip
+
+    def _send(self, peer: End, epoch: int) -> None:
+        reads, settings = min(self._card.max_reads, peer.max_reads), self._card.settings
+        timeout = ack_timeout(settings.lost_after_s, settings.retries)
+        self.queue.to_rts(
+            _sequence(self.end, epoch), timeout=timeout, retry_cnt=settings.retries, max_rd_atomic=reads
+        )
 
 
 def _sequence(end: End, epoch: int) -> int:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import TransferError
@@ -21,7 +21,8 @@ from transfer.transports.pull import Fetch
 from transfer.transports.rdma.card import Card
 from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.pair import End, Pair
-from transfer.transports.rdma.verbs import binding
+from transfer.transports.rdma.queue_pair import Chain
+from transfer.transports.rdma.verbs import Completion
 from transfer.transports.rdma.work import FewReads, Work
 from transfer.transports.wire import CopyStatus, WireError
 
@@ -75,7 +76,8 @@ class Reader:
 
     def __init__(self, card: Card, completions: Completions) -> None:
         """Raises OSError."""
-        self._card, self._completions, self._verbs = card, completions, binding()
+        self._card, self._completions = card, completions
+        self._chain = Chain(BATCH, card.max_ranges)
         self._lock = threading.Lock()
         self._jobs: dict[Fetch, _Job] = {}
         self._waiting: deque[_Job] = deque()
@@ -214,25 +216,21 @@ class Reader:
             job = self._waiting.popleft()
             if job.is_all_posted:
                 continue
-            requests, nbytes = [], 0
-            for read in job.work.reads(job.posted, min(job.posted + min(BATCH, self._room), len(job.work))):
-                self._number += 1
-                requests.append(self._pair.request(self._number, read))
-                nbytes += read.nbytes
-                if self._in_flight_nbytes + nbytes >= WINDOW_NBYTES:
-                    break
-            requests[-1].send_flags = int(self._verbs.SendFlags.SIGNALED)
-            job.posted += len(requests)
+            chain, room_nbytes = self._chain, WINDOW_NBYTES - self._in_flight_nbytes
+            chain.begin()
+            nbytes = job.work.fill(chain, self._number + 1, job.posted, min(BATCH, self._room), room_nbytes)
+            self._number += chain.count
+            job.posted += chain.count
             job.under_way += 1
-            self._room -= len(requests)
+            self._room -= chain.count
             self._in_flight_nbytes += nbytes
             if not self._batches:
                 self._moved_at = time.monotonic()
-            self._batches.append(_Batch(job, self._number, len(requests), nbytes))
+            self._batches.append(_Batch(job, self._number, chain.count, nbytes))
             if not job.is_all_posted:
                 self._waiting.append(job)
             try:
-                self._pair.queue.post_send(requests)
+                self._pair.post(chain)
             except OSError as error:  # it may have taken some of them
                 self._lost = str(error)
                 self._break(f"the card takes no request: {error}")
@@ -273,7 +271,7 @@ class Reader:
                 self._post()
             if self._is_heard or not self._batches:
                 return
-            self._queue.req_notify()
+            self._queue.notify()
             self._is_heard = True  # of what was over before nobody is told: once more
 
     def _poll(self, over: list[tuple[_Job, CopyStatus]]) -> None:
@@ -292,9 +290,9 @@ class Reader:
             log_once(cause, "rdma: %s to a peer broke: %s", self._card.rail, why, logger=logger)
         self._why = why
 
-    def _take(self, completion: Any, over: list[tuple[_Job, CopyStatus]]) -> None:
+    def _take(self, completion: Completion, over: list[tuple[_Job, CopyStatus]]) -> None:
         if not completion.is_success and not self._why:
-            self._break(str(completion.status_str))
+            self._break(completion.status_str)
         while self._batches and self._batches[0].last <= completion.wr_id:
             batch = self._batches.popleft()
             self._moved_at = time.monotonic()

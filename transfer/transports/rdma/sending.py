@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Completion, Grant
 from transfer.transports.pull import PullEncoder
 from transfer.transports.rdma.card import CELL_NBYTES, Card
@@ -20,6 +21,8 @@ from transfer.transports.rdma.pair import End, Pair
 from transfer.transports.rdma.paths import Path, Paths, RailCounts
 from transfer.transports.rdma.rails import matched
 from transfer.transports.rdma.reader import LOOK_S
+from transfer.transports.rdma.verbs import Queue, Window
+from transfer.transports.rdma.windows import BATCH, Windows
 from transfer.transports.stream import Slice, WriteRequest
 from transfer.transports.vectors import Pieces, Vector
 from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus
@@ -65,14 +68,19 @@ class RailEncoder(PullEncoder):
         self._peer, self._counts, self._device = ends, counts, device
         self._cards: list[Card] = []
         self._pairs: list[Pair] = []
+        self._queues: list[Queue] = []
+        self._windows: list[Windows] = []
+        self._opened: dict[Slice, list[Window]] = {}
         self.why_not = ""
         """The last reason for which a rail did not work."""
         paths = []
         try:
             for number, ours in enumerate(matched([rail.card.rail.gid for rail in rails], [end.gid for end in ends])):
                 card = rails[ours].card
-                self._pairs.append(Pair(card, rails[ours].silent, 1))
                 self._cards.append(card)
+                self._queues.append(card.completion_queue(BATCH))
+                self._pairs.append(Pair(card, self._queues[-1], BATCH))
+                self._windows.append(Windows(card, self._pairs[-1], self._queues[-1]))
                 paths.append(Path(number, card.rail.name, (card.rail.gbit_per_s or 1.0) * _BYTES_PER_GBIT))
         except OSError:
             self.close()
@@ -99,6 +107,7 @@ class RailEncoder(PullEncoder):
             try:
                 if not card.is_up:
                     raise OSError(_DOWN)
+                self._windows[path.number].drop()
                 self._pairs[path.number].serve(self._peer[path.number], path.epoch)
             except OSError as error:
                 self.why_not = f"{card.rail}: {error}"
@@ -137,17 +146,47 @@ class RailEncoder(PullEncoder):
             expected = card.cells.number
             attached += self._pairs[path.number].end.encode() + card.keys()[1].encode(pieces.local)
         else:
-            attached += self.keys(card, pieces)
+            attached += self._told(path, part)
             path.order(pieces.total, time.monotonic())
         order = CopyOrder(part.number, write.grant.key, len(pieces.nbytes), pieces.total, expected)
         return order.encode(pieces.remote, pieces.nbytes, pieces.local, attachment=attached, mark=part.mark)
 
+    def _told(self, path: Path, part: Slice) -> bytes:
+        """Keys by which the peer may read a slice: of windows that are open until it is over, or of whole regions.
+
+        Where a window does not open, one that the peer's card is refused: the slice goes over another rail then.
+        """
+        card, pieces = self._cards[path.number], part.pieces
+        try:
+            windows, keys = self._windows[path.number].open(pieces)
+        except OSError as error:
+            self._broke(path, error)
+            return card.unreadable(pieces)
+        if not windows:
+            return self.keys(card, pieces)
+        self._opened[part] = windows
+        return keys.encode(pieces.local)
+
     def keys(self, card: Card, pieces: Pieces) -> bytes:
-        """By which the peer may read these pieces."""
+        """By which the peer may read these pieces where there are no windows."""
         return card.keys()[1].encode(pieces.local)
+
+    def _broke(self, path: Path, error: OSError) -> None:
+        """What it had is refused from now on."""
+        card, pair = self._cards[path.number], self._pairs[path.number]
+        cause = f"transfer.rdma.window:{card.rail.name}:{kind_of(str(error))}"
+        log_once(cause, "rdma: %s to a peer broke: %s", card.rail, error, logger=logger)
+        with contextlib.suppress(OSError):
+            pair.fail()
+        self.paths.broke(path, path.epoch, time.monotonic(), str(error))
 
     def release(self, part: Slice, status: CopyStatus | None) -> None:
         path, now, device = self._path_of(part), time.monotonic(), self._device
+        if windows := self._opened.pop(part, None):
+            try:
+                self._windows[path.number].close(windows)
+            except OSError as error:
+                self._broke(path, error)
         if not isinstance(part.write, _Probe):
             is_there = status is CopyStatus.OK
             self.paths.over(path, part.pieces.total, now, moved=is_there)
@@ -169,9 +208,12 @@ class RailEncoder(PullEncoder):
         return part.tries < MAX_TRIES
 
     def close(self) -> None:
-        for pair in self._pairs:
+        ends = [windows.drop for windows in self._windows]
+        ends += [pair.close for pair in self._pairs]
+        ends += [queue.close for queue in self._queues]
+        for end in ends:
             try:
-                pair.close()
+                end()
             except OSError as error:
                 log_once("transfer.rdma.close", "rdma: a queue pair cannot be closed: %s", error, logger=logger)
 

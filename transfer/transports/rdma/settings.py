@@ -23,6 +23,7 @@ class RdmaSettings:
     retries: how often a card says again what is not acknowledged.
     lost_after_s: what a card does not acknowledge for about this long, at least half of it, counts as lost.
     no_gpudirect: why memory of a device goes through stages; empty where cards may have what they can.
+    no_windows: why peers read by the keys of whole regions; empty where they have windows if cards do.
     """
 
     ports: Sequence[str] = ()
@@ -33,6 +34,7 @@ class RdmaSettings:
     retries: int = MAX_RETRIES
     lost_after_s: float = 5.0
     no_gpudirect: str = ""
+    no_windows: str = ""
 
     @classmethod
     def configured(cls, config: Config) -> RdmaSettings:
@@ -41,4 +43,5 @@ class RdmaSettings:
             config.rdma_ports, config.rdma_gid_index, config.rdma_traffic_class, config.rdma_service_level,
             config.rdma_pkey_index, config.rdma_retries, config.rdma_lost_after_s,
             "rdma_gpudirect is off" if config.rdma_gpudirect == "off" else "",
+            "rdma_windows is off" if config.rdma_windows == "off" else "",
         )  # fmt: skip

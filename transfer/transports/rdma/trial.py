@@ -1,26 +1,35 @@
-"""Whether a card reads and fills memory of a device: tried with two numbers, over a connection with itself."""
+"""Whether a card does what it says that it can: tried with numbers, over a connection with itself.
+
+That is to read and fill memory of a device, and to let memory be read by a window, and no longer than that is there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer.transports.base import TransferError
+from transfer.transports.base import Region, TransferError
 from transfer.transports.cuda.copier import Copier
 from transfer.transports.cuda.direct import DirectMemory
 from transfer.transports.rdma.card import CELL_NBYTES, Card
+from transfer.transports.rdma.keys import Keys
 from transfer.transports.rdma.pair import Pair
-from transfer.transports.rdma.verbs import binding
+from transfer.transports.rdma.queue_pair import Chain
+from transfer.transports.rdma.verbs import Queue
+from transfer.transports.rdma.windows import Windows
 from transfer.transports.rdma.work import Read
+from transfer.transports.vectors import Pieces, address_of
 
 TRIED_NBYTES = 64 << 10
+WINDOW_PATIENCE_S = 1.0
+"""A card that does not answer itself so long has no windows for us; an instance that starts waits for it."""
 _POLL_S = 0.001
+_REQUESTS = 2
+"""Of a queue pair, at a time."""
 
 
 def try_out(card: Card, memory: DirectMemory, address: int) -> None:
@@ -34,16 +43,15 @@ def try_out(card: Card, memory: DirectMemory, address: int) -> None:
         stack.callback(copier.close)
         queue = card.completion_queue(4)
         stack.callback(queue.close)
-        asking, answering = (stack.enter_context(_pair(card, queue)) for _ in range(2))
-        answering.serve(asking.end, 0)
-        asking.read_from(answering.end, 0)
-
+        asking, _ = _connected(stack, card, queue, queue)
+        _, read = card.keys()
         cells, number, place = card.cells, secrets.randbits(64), card.cells.place()
         _copy(copier, np.array([number], dtype=np.uint64), to=address)
-        _read(card, queue, asking, address, cells.address_of(place), what)
+        patience_s = 2 * card.settings.lost_after_s
+        _read(card, queue, asking, address, read, cells.address_of(place), what, patience_s)
         if not cells.holds(place, number):
             raise TransferError(f"{what}: it read something else than what is there")
-        _read(card, queue, asking, cells.address, address + CELL_NBYTES, what)
+        _read(card, queue, asking, cells.address, read, address + CELL_NBYTES, what, patience_s)
         memory.settle()
         found = np.zeros(1, dtype=np.uint64)
         _copy(copier, found, at=address + CELL_NBYTES)
@@ -51,13 +59,44 @@ def try_out(card: Card, memory: DirectMemory, address: int) -> None:
             raise TransferError(f"{what}: what it wrote is not there")
 
 
-@contextlib.contextmanager
-def _pair(card: Card, queue: Any) -> Iterator[Pair]:
-    made = Pair(card, queue, 1)
+def without_windows(card: Card) -> str:
+    """Why peers cannot read by windows over this card, which has them; empty where they can."""
+    what = "it does not read by a window"
+    number, place = np.array([secrets.randbits(64)], dtype=np.uint64), card.cells.place()
+    region, here = Region(address_of(number), CELL_NBYTES), card.cells.address_of(place)
     try:
-        yield made
-    finally:
-        made.close()
+        with contextlib.ExitStack() as stack:
+            card.register(region, by_window=True)
+            stack.callback(card.unregister, region)
+            queues = [card.completion_queue(4) for _ in range(2)]
+            for queue in queues:
+                stack.callback(queue.close)
+            asking, answering = _connected(stack, card, *queues)
+            windows = Windows(card, answering, queues[1])
+            stack.callback(windows.drop)
+            opened, keys = windows.open(Pieces([region.address], [here], [CELL_NBYTES], CELL_NBYTES))
+            _read(card, queues[0], asking, region.address, keys, here, what, WINDOW_PATIENCE_S)
+            if not card.cells.holds(place, int(number[0])):
+                return f"{what}: it read something else than what is there"
+            windows.close(opened)
+            number[0] ^= np.uint64(1)
+            with contextlib.suppress(TransferError):
+                _read(card, queues[0], asking, region.address, keys, here, what, WINDOW_PATIENCE_S)
+                return "it reads by a window that is over"
+    except (TransferError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _connected(stack: contextlib.ExitStack, card: Card, *queues: Queue) -> list[Pair]:
+    """Two queue pairs with these completion queues: the first reads, the other one answers. Raises OSError."""
+    pairs = [Pair(card, queue, _REQUESTS) for queue in queues]
+    for pair in pairs:
+        stack.callback(pair.close)
+    asking, answering = pairs
+    answering.serve(asking.end, 0)
+    asking.read_from(answering.end, 0)
+    return pairs
 
 
 def _copy(copier: Copier, numbers: npt.NDArray[np.uint64], *, at: int = 0, to: int = 0) -> None:
@@ -67,15 +106,17 @@ def _copy(copier: Copier, numbers: npt.NDArray[np.uint64], *, at: int = 0, to: i
     copier.run(copier.plan_each(*columns))
 
 
-def _read(card: Card, queue: Any, pair: Pair, there: int, here: int, what: str) -> None:
-    """One number. Raises TransferError, OSError."""
-    filled, read = card.keys()
-    key, lkey = read.key_of(there, CELL_NBYTES), filled.key_of(here, CELL_NBYTES)
+def _read(
+    card: Card, queue: Queue, pair: Pair, there: int, keys: Keys, here: int, what: str, patience_s: float
+) -> None:
+    """One number, by these keys. Raises TransferError, OSError."""
+    filled, _ = card.keys()
+    key, lkey = keys.key_of(there, CELL_NBYTES), filled.key_of(here, CELL_NBYTES)
     assert key is not None and lkey is not None
-    request = pair.request(1, Read(there, key, CELL_NBYTES, [(here, CELL_NBYTES, lkey)]))
-    request.send_flags = int(binding().SendFlags.SIGNALED)
-    pair.queue.post_send([request])
-    deadline = time.monotonic() + 2 * card.settings.lost_after_s
+    chain = Chain(1, 1)
+    chain.read(1, Read(there, key, CELL_NBYTES, [(here, CELL_NBYTES, lkey)]))
+    pair.post(chain)
+    deadline = time.monotonic() + patience_s
     while not (found := queue.poll(1)):
         if time.monotonic() >= deadline:
             raise TransferError(f"{what}: it does not answer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from transfer.transports.base import Int64
 from transfer.transports.rdma.keys import Keys
+from transfer.transports.rdma.queue_pair import Chain
 from transfer.transports.vectors import Pieces
 
 
@@ -38,20 +38,28 @@ class Work:
     def __len__(self) -> int:
         return len(self.address)
 
-    def reads(self, start: int, stop: int) -> Iterator[Read]:
-        """Those from `start` to before `stop`."""
-        bounds = self.first[start : stop + 1].tolist()
-        ranges = list(map(tuple, self.target[bounds[0] : bounds[-1]].tolist()))
-        columns = self.address[start:stop].tolist(), self.key[start:stop].tolist(), self.nbytes[start:stop].tolist()
-        for i, (address, key, nbytes) in enumerate(zip(*columns, strict=True)):
-            yield Read(address, key, nbytes, ranges[bounds[i] - bounds[0] : bounds[i + 1] - bounds[0]])
+    def fill(self, chain: Chain, number: int, start: int, most: int, room_nbytes: int) -> int:
+        """Put up to `most` of those from `start` on into an empty chain, numbered from `number` on: one at least, and
+        then as many as `room_nbytes` has room for. Returns their bytes."""
+        nbytes = self.nbytes[start : start + most].cumsum()
+        count = min(len(nbytes), 1 + int(nbytes.searchsorted(room_nbytes)))
+        first = self.first[start : start + count + 1]
+        stop = start + count
+        chain.reads(number, self.address[start:stop], self.key[start:stop], first, self.target[first[0] : first[-1]])
+        return int(nbytes[count - 1])
 
 
 class FewReads(list[Read]):
     """As `Work`, of so few requests that arrays would take longer than these."""
 
-    def reads(self, start: int, stop: int) -> Sequence[Read]:
-        return self[start:stop]
+    def fill(self, chain: Chain, number: int, start: int, most: int, room_nbytes: int) -> int:
+        nbytes = 0
+        for read in self[start : start + most]:
+            chain.read(number + chain.count, read)
+            nbytes += read.nbytes
+            if nbytes >= room_nbytes:
+                break
+        return nbytes
 
 
 def plan(pieces: Pieces, there: Keys, here: Keys, max_nbytes: int, max_ranges: int) -> Work | FewReads | None:
