@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import json
 import os
@@ -20,7 +21,7 @@ from mooncake_connector.cli import doctor_rdma, doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.testing import SHARD, chain, namespace, put_chain
-from transfer.transports.rdma import card, verbs
+from transfer.transports.rdma import abi, opened, verbs
 from transfer.transports.registry import Transports
 from transfer.transports.unix import listen_at_port
 
@@ -304,22 +305,24 @@ class TestTransfers:
         assert not {"pool", "room"} & {check["name"] for check in report["checks"]}
 
 
-@pytest.mark.parametrize("lacks", ["package", "card"])
+@pytest.mark.parametrize("lacks", ["library", "card"])
 def test_rdma_says_what_is_missing_and_how_to_get_it(monkeypatch, lacks):
     monkeypatch.setattr(doctor_rdma, "rails", list)
-    monkeypatch.setattr(card, "rails", list)
-    if lacks == "package":
-        monkeypatch.setattr(verbs.importlib.util, "find_spec", lambda name: None)
-    else:
-        pytest.importorskip("ibverbs", reason="needs the package ibverbs and libibverbs", exc_type=ImportError)
+    monkeypatch.setattr(opened, "rails", list)
+    verbs.library.cache_clear()
+    if lacks == "library":
+        monkeypatch.setattr(abi, "LIBRARY", "libibverbs-that-is-not-there.so.1")
+    elif ctypes.util.find_library("ibverbs") is None:
+        pytest.skip("needs libibverbs: apt-get install libibverbs1")
     result = CliRunner().invoke(app, ["doctor", "rdma", "--json"])
     told = json.loads(result.stdout)
     checks = {check["name"]: (check["status"], check["detail"]) for check in told["checks"]}
     assert result.exit_code == 1 and told["transport"] == "rdma" and not told["ok"]
     assert checks["cards"][0] == checks["rdma"][0] == "failed" and "/sys/class/infiniband" in checks["cards"][1]
     assert checks["addresses"][0] == "warning"
-    if lacks == "package":
-        install = "pip install 'mooncake-connector[rdma]'"
-        assert checks["library"] == ("failed", f"the package ibverbs is not installed: {install}")
+    if lacks == "library":
+        status, detail = checks["library"]
+        assert status == "failed" and "cannot be loaded" in detail and "apt-get install libibverbs1" in detail
     else:
-        assert checks["library"][0] == "ok" and "there is no RDMA card" in checks["rdma"][1]
+        assert checks["library"][0] == "ok" and "/libibverbs.so.1" in checks["library"][1]
+        assert "there is no RDMA card" in checks["rdma"][1]

@@ -1,9 +1,9 @@
 """A stand-in for libibverbs and for cards: queue pairs of one process; a thread of each card does what is posted.
 
-A card has a speed, may be down, may answer nothing, may bind no window, and may not say what became of reads. Keys, windows,
-states and access are checked as a card does, and a request that fails takes its queue pair and all that follows with
-it. Memory of the stand-in for CUDA's driver is the host's to no card: it takes it as a dma-buf, or as `has_peer_memory`
-says.
+A card has a speed, may be down, may answer nothing, may bind no window, and may not say what became of reads. Keys,
+windows, states and access are checked as a card does, and a request that fails takes its queue pair and all that
+follows with it. Memory of the stand-in for CUDA's driver is the host's to no card: it takes it as a dma-buf, or as
+`has_peer_memory` says.
 """
 
 from __future__ import annotations

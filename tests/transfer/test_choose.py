@@ -69,24 +69,26 @@ def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
         opened(*TRANSPORTS).connect(endpoints, deadline_s=30)
 
 
-@pytest.mark.parametrize(("asked", "cards", "installed", "tried"), [
-    (["auto"], [], ["ibverbs", "nixl", "mooncake"], ["cma", "shm", "tcp"]),
-    (["auto"], [False], ["ibverbs", "nixl"], ["cma", "shm", "tcp"]),
-    (["auto"], [False, True], ["ibverbs", "mooncake"], ["cma", "shm", "rdma", "tcp"]),
-    (["auto"], [True], ["nixl"], ["cma", "shm", "tcp"]),
-    (["auto"], [True], [], ["cma", "shm", "tcp"]),
-    (["nixl", "auto"], [True], ["ibverbs", "nixl"], ["nixl", "cma", "shm", "rdma", "tcp"]),
-    (["shm", "tcp"], [True], ["ibverbs"], ["shm", "tcp"]),
+@pytest.mark.parametrize(("asked", "cards", "encrypted", "tried"), [
+    (["auto"], [], False, ["cma", "shm", "tcp"]),
+    (["auto"], [False], False, ["cma", "shm", "tcp"]),
+    (["auto"], [False, True], False, ["cma", "shm", "rdma", "tcp"]),
+    (["auto"], [True], True, ["cma", "shm", "tcp"]),
+    (["rdma", "auto"], [True], True, ["rdma", "cma", "shm", "tcp"]),
+    (["nixl", "auto"], [True], False, ["nixl", "cma", "shm", "rdma", "tcp"]),
+    (["shm", "tcp"], [True], False, ["shm", "tcp"]),
 ])  # fmt: skip
-def test_auto_takes_what_needs_a_card_only_where_one_is_up_and_the_package_is_there(
-    asked, cards, installed, tried, monkeypatch
+def test_auto_takes_what_needs_a_card_only_where_one_is_up_and_nothing_is_to_be_encrypted(
+    asked, cards, encrypted, tried, monkeypatch, caplog
 ):
     monkeypatch.setattr(registry, "rails", lambda: [SimpleNamespace(is_up=is_up) for is_up in cards])
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: name if name in installed else None)
     check_configured(asked, ["127.0.0.1"])
-    assert registry.serving(asked, hosts=["127.0.0.1"]) == tried
-    assert registry.serving(asked) == [name for name in tried if name in ("cma", "shm")]
-    device = registry.serving(asked, device=True, hosts=["127.0.0.1"])
+    with caplog.at_level(logging.INFO):
+        assert registry.serving(asked, hosts=["127.0.0.1"], encrypted=encrypted) == tried
+    is_left_out = encrypted and cards == [True] and "rdma" not in asked
+    assert ("rdma is left out: it does not encrypt" in caplog.text) == is_left_out
+    assert registry.serving(asked, encrypted=encrypted) == [name for name in tried if name in ("cma", "shm")]
+    device = registry.serving(asked, device=True, hosts=["127.0.0.1"], encrypted=encrypted)
     assert [name for name in device if name != "cuda_ipc"] == [name for name in tried if name != "cma"]
 
 
