@@ -23,7 +23,7 @@ CONSTANTS = {
     "IBV_ACCESS_LOCAL_WRITE": abi.Access.LOCAL_WRITE, "IBV_ACCESS_REMOTE_WRITE": abi.Access.REMOTE_WRITE,
     "IBV_ACCESS_REMOTE_READ": abi.Access.REMOTE_READ, "IBV_ACCESS_MW_BIND": abi.Access.MW_BIND,
     "IBV_SEND_SIGNALED": abi.SIGNALED, "IBV_QPT_RC": abi.RELIABLE_CONNECTED, "IBV_MW_TYPE_2": abi.WINDOW_TYPE_2,
-    "IBV_DEVICE_MEM_WINDOW_TYPE_2B": abi.HAS_WINDOWS_2B, "IBV_WC_SUCCESS": abi.SUCCESS,
+    "IBV_DEVICE_MEM_WINDOW_TYPE_2B": abi.HAS_WINDOWS_2B, "IBV_WC_SUCCESS": 0,
     **{f"IBV_QPS_{state.name}": state for state in abi.State},
     **{f"IBV_WR_{opcode.name}": opcode for opcode in abi.Opcode},
     **{f"IBV_QP_{attribute.name}": attribute for attribute in abi.Attributes},

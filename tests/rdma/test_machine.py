@@ -21,6 +21,7 @@ SHORT = (
     "test_inside_kills.py::TestKills::test_receivers_killed_at_any_moment_are_lost_and_the_next_one_gets_everything",
     "test_inside_rails.py::TestRails::test_a_rail_that_fails_leaves_its_share_to_the_other_and_is_taken_back",
     "test_inside_storms.py",
+    "test_inside_verbs.py",
     "test_inside_windows.py",
     "test_inside_wire.py::TestBadWire",  # last: its cards stay
 )

@@ -71,8 +71,6 @@ WINDOW_TYPE_2 = 2
 """`enum ibv_mw_type`: a memory window that a request binds."""
 HAS_WINDOWS_2B = 1 << 24
 """`enum ibv_device_cap_flags`: windows of type 2 that serve nobody but the queue pair by which they were bound."""
-SUCCESS = 0
-"""`enum ibv_wc_status`."""
 
 
 def _structure(nbytes: int, **fields: tuple[int, str]) -> np.dtype[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +106,8 @@ class QueuePair(Made):
             abi.QP_INIT_ATTR, send_cq=completions.address, recv_cq=completions.address, cap__max_send_wr=max_requests,
             cap__max_recv_wr=1, cap__max_send_sge=max_ranges, cap__max_recv_sge=1, qp_type=abi.RELIABLE_CONNECTED,
         )  # fmt: skip
-        super().__init__(made("ibv_create_qp", domain.address, address_of(wanted)), library().ibv_destroy_qp)
+        create = partial(made, "ibv_create_qp", domain.address, address_of(wanted))
+        super().__init__(create, library().ibv_destroy_qp, domain, completions)
         self._post = context.post_send
         self.number = abi.member(abi.QP, "qp_num", self.address)
 

@@ -1,7 +1,8 @@
 """RDMA verbs by way of the system's libibverbs: devices, registered memory, queue pairs and their completions.
 
 The library is loaded when a card is asked for, so that a process without one never has it. What fails raises OSError.
-Closing a thing twice does nothing; what it was made from must be closed after it.
+Closing a thing twice does nothing. What it was made from may be closed before it: a transport is closed while threads
+of its peers still end.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import errno
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +67,7 @@ def open_device(name: str) -> Context:
                 "in a container /dev/infiniband (docker run --device=/dev/infiniband)"
             )
         try:
-            return Context(made("ibv_open_device", devices[name]))
+            return Context(devices[name])
         except OSError as error:
             raise Unavailable(
                 f"{name} cannot be opened: {error.strerror or error}; who may use /dev/infiniband?"
@@ -113,34 +115,69 @@ class Completion(NamedTuple):
 
 
 class Made:
-    """Something of the library's, with what ends it."""
+    """Something of the library's. It lives as long as what was made from it: the end of who is closed first waits."""
 
-    def __init__(self, address: int, end: Callable[[int], int]) -> None:
-        self._address, self._end = address, end
+    _lock = threading.Lock()
+    """Of all: held while what is alive is counted, never during a call of the library."""
+
+    def __init__(self, make: Callable[[], int], end: Callable[[int], int], *sources: Made) -> None:
+        """`make` returns its address, from these sources. Raises OSError."""
+        self._end, self._sources = end, sources
+        self._users, self._is_closed = 0, False
+        with self._lock:
+            for source in sources:
+                source.address  # noqa: B018 - raises
+            for source in sources:
+                source._users += 1
+        try:
+            self._address = make()
+        except BaseException:
+            self._let_go()
+            raise
 
     @property
     def address(self) -> int:
         """Raises OSError once it is closed, where the library would crash."""
-        if not self._address:
+        if self._is_closed:
             raise OSError(errno.EBADF, f"a {type(self).__name__} is closed")
         return self._address
 
     @property
     def is_closed(self) -> bool:
-        return not self._address
+        return self._is_closed
 
     def close(self) -> None:
-        """Raises OSError; it is still there then."""
-        if self._address:
+        """Raises OSError where the library does not end it."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            is_used = bool(self._users)
+        if not is_used:
+            self._finish()
+
+    def _finish(self) -> None:
+        try:
             check(self._end(self._address), f"a {type(self).__name__} cannot be closed")
-            self._address = 0
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        ended = []
+        with self._lock:
+            for source in self._sources:
+                source._users -= 1
+                if source._is_closed and not source._users:
+                    ended.append(source)
+        for source in ended:
+            source._finish()
 
 
 class Context(Made):
     """An opened device."""
 
-    def __init__(self, address: int) -> None:
-        super().__init__(address, library().ibv_close_device)
+    def __init__(self, device: int) -> None:
+        super().__init__(lambda: made("ibv_open_device", device), library().ibv_close_device)
         self.alloc_mw = abi.ALLOC_MW(self._operation("alloc_mw"))
         self.dealloc_mw = abi.DEALLOC_MW(self._operation("dealloc_mw"))
         self.poll_cq = abi.POLL_CQ(self._operation("poll_cq"))
@@ -166,7 +203,7 @@ class Context(Made):
 
     def domain(self) -> Domain:
         """Raises OSError."""
-        return Domain(self, made("ibv_alloc_pd", self.address))
+        return Domain(self)
 
     def channel(self) -> Channel:
         """Raises OSError."""
@@ -181,7 +218,8 @@ class Channel(Made):
     """Tells which of its queues have something."""
 
     def __init__(self, context: Context) -> None:
-        super().__init__(made("ibv_create_comp_channel", context.address), library().ibv_destroy_comp_channel)
+        create = partial(made, "ibv_create_comp_channel", context.address)
+        super().__init__(create, library().ibv_destroy_comp_channel, context)
         self.fd = abi.member(abi.COMP_CHANNEL, "fd", self.address)
         self.queues: dict[int, Queue] = {}
 
@@ -202,7 +240,8 @@ class Queue(Made):
 
     def __init__(self, context: Context, size: int, channel: Channel | None) -> None:
         of = channel.address if channel is not None else None
-        super().__init__(made("ibv_create_cq", context.address, size, None, of, 0), library().ibv_destroy_cq)
+        create = partial(made, "ibv_create_cq", context.address, size, None, of, 0)
+        super().__init__(create, library().ibv_destroy_cq, context, *([] if channel is None else [channel]))
         self._poll, self._notify, self._channel = context.poll_cq, context.req_notify_cq, channel
         self._found = np.zeros(0, abi.WC)
         if channel is not None:
@@ -220,7 +259,7 @@ class Queue(Made):
         if count < 0:
             raise OSError(errno.EIO, "a queue of completions cannot be read")
         return [
-            Completion(wr_id, status == abi.SUCCESS, library().ibv_wc_status_str(status).decode())
+            Completion(wr_id, not status, library().ibv_wc_status_str(status).decode() if status else "")
             for wr_id, status, *_ in self._found[:count].tolist()
         ]
 
@@ -233,42 +272,45 @@ class Queue(Made):
 class Domain(Made):
     """What a device's memory regions, windows and queue pairs belong to."""
 
-    def __init__(self, context: Context, address: int) -> None:
-        super().__init__(address, library().ibv_dealloc_pd)
+    def __init__(self, context: Context) -> None:
+        super().__init__(partial(made, "ibv_alloc_pd", context.address), library().ibv_dealloc_pd, context)
         self._context = context
 
     def register(self, address: int, nbytes: int, access: Access) -> Registered:
         """Raises OSError."""
-        return Registered(made("ibv_reg_mr", self.address, address, nbytes, access))
+        return Registered(self, "ibv_reg_mr", address, nbytes, access)
 
     def register_dma_buf(self, offset: int, nbytes: int, address: int, descriptor: int, access: Access) -> Registered:
         """What the dma-buf has at `offset`, by these addresses. Raises OSError."""
         if not hasattr(library(), "ibv_reg_dmabuf_mr"):
             raise OSError(errno.ENOSYS, "libibverbs is older than that of rdma-core 34")
-        return Registered(made("ibv_reg_dmabuf_mr", self.address, offset, nbytes, address, descriptor, access))
+        return Registered(self, "ibv_reg_dmabuf_mr", offset, nbytes, address, descriptor, access)
 
     def window(self) -> Window:
         """Raises OSError."""
-        return Window(self._context, self.address)
+        return Window(self._context, self)
 
 
 class Registered(Made):
     """Memory that a device knows. It cannot be closed while a window is bound to it."""
 
-    def __init__(self, address: int) -> None:
-        super().__init__(address, library().ibv_dereg_mr)
-        self.lkey, self.rkey = (abi.member(abi.MR, name, address) for name in ("lkey", "rkey"))
+    def __init__(self, domain: Domain, function: str, *arguments: int) -> None:
+        super().__init__(partial(made, function, domain.address, *arguments), library().ibv_dereg_mr, domain)
+        self.lkey, self.rkey = (abi.member(abi.MR, name, self.address) for name in ("lkey", "rkey"))
 
 
 class Window(Made):
     """Over registered memory once it is bound, with a key of its own, for one queue pair."""
 
-    def __init__(self, context: Context, domain: int) -> None:
-        address = context.alloc_mw(domain, abi.WINDOW_TYPE_2)
-        if not address:
-            raise _error(ctypes.get_errno(), "the device gives no memory window")
-        super().__init__(address, context.dealloc_mw)
-        self.key = abi.member(abi.MW, "rkey", address)
+    def __init__(self, context: Context, domain: Domain) -> None:
+        def create() -> int:
+            address = context.alloc_mw(domain.address, abi.WINDOW_TYPE_2)
+            if not address:
+                raise _error(ctypes.get_errno(), "the device gives no memory window")
+            return int(address)
+
+        super().__init__(create, context.dealloc_mw, domain)
+        self.key = abi.member(abi.MW, "rkey", self.address)
 
     def next_key(self) -> int:
         """By which it can be bound next: its number, and an 8-bit part that is ours and changes each time."""
