@@ -91,8 +91,8 @@ def _device(name: str, opened: OpenRails, place: OnDevice, settings: RdmaSetting
     if settings.no_gpudirect:
         return ok(name, f"{staged}: {settings.no_gpudirect}")
     try:
-        way = DeviceRegions(opened, place).way
+        how = DeviceRegions(opened, place).described
     except Unavailable as error:
         return warning(name, f"{staged}: {error}")
     cards = ", ".join(rail.card.rail.device for rail in opened.all)
-    return ok(name, f"cards read and fill its memory by themselves ({way}); tried with {cards}")
+    return ok(name, f"cards read and fill its memory by themselves ({how}); tried with {cards}")

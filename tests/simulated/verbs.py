@@ -100,7 +100,7 @@ class Card:
     def __init__(self, fabric: Fabric, number: int, bytes_per_s: float) -> None:
         self.fabric, self.bytes_per_s = fabric, bytes_per_s
         self.is_up, self.answers, self.speaks, self.binds = True, True, True, True
-        self.takes_dma_buf, self.reaches_devices = True, True
+        self.takes_dma_buf, self.reaches_devices, self.binds_devices = True, True, True
         self.blocked: set[str] = set()
         """Ways by which it takes memory of devices and does not reach it."""
         self.ways: dict[int, str] = {}
@@ -317,7 +317,9 @@ class QP:
             return self._read(request)
         windows = self._domain.windows
         if request.opcode is Opcode.BIND_MW:
-            if request.window in windows or not self._domain.card.binds:
+            card = self._domain.card
+            is_bindable = card.binds if LIBRARY._range(request.bound_to[0]) is None else card.binds_devices
+            if request.window in windows or not is_bindable:
                 return "memory window bind error"
             windows[request.window] = *request.bound_to, self
         elif windows.pop(request.window, None) is None:

@@ -157,7 +157,7 @@ def test_a_region_is_registered_with_every_card_for_its_own_bytes_and_once(
         assert rail.card._domain.regions[made.rkey][:2] == (middle.address, 5000), "and no more of the page"
         assert num_descriptors() == 0
     said = [line for line in lines(caplog, logging.INFO) if "rdma: goes over" not in line]
-    assert said == ["rdma: cards read and fill memory of GPU 0 by themselves (dma-buf)"]
+    assert said == ["rdma: cards read and fill memory of GPU 0 by themselves (dma-buf, by memory windows)"]
     sides.memory.unregister(*sides.memory.regions)
     assert [list(rail.card._registered) for rail in sides.sender._rails.all] == [
         [rail.card.cells.region] for rail in sides.sender._rails.all
@@ -257,7 +257,19 @@ def test_what_no_card_takes_as_a_dma_buf_it_may_take_by_the_module(
     stand_ins.cards["card1"].takes_dma_buf = False
     sides = make()
     sides.register()
-    assert sides.is_direct() == (True, True) and "by themselves (nvidia_peermem)" in caplog.text
+    assert sides.is_direct() == (True, True) and "by themselves (nvidia_peermem, by memory windows)" in caplog.text
+    assert not lines(caplog)
+    assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
+
+
+def test_memory_over_which_a_card_binds_no_window_is_read_by_the_keys_of_its_regions(
+    make: Callable[..., Sides], stand_ins: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stand_ins.cards["card1"].binds_devices = False
+    sides = make()
+    sides.register()
+    assert sides.is_direct() == (True, True) and "by themselves (dma-buf, no memory windows)" in caplog.text
     assert not lines(caplog)
     assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
 
@@ -269,7 +281,7 @@ def test_what_cards_take_as_a_dma_buf_and_do_not_reach_they_may_reach_by_the_mod
     stand_ins.cards["card1"].blocked.add(direct.DMA_BUF)
     sides = make()
     sides.register()
-    assert sides.is_direct() == (True, True) and "by themselves (nvidia_peermem)" in caplog.text
+    assert sides.is_direct() == (True, True) and "by themselves (nvidia_peermem, by memory windows)" in caplog.text
     assert not lines(caplog)
     assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
 

@@ -71,7 +71,7 @@ def test_doctor_says_what_cards_do_with_each_gpu(
         return
     assert [check.name for check in found] == ["GPU 0", "GPU 1"]
     says = {
-        "": "cards read and fill its memory by themselves (dma-buf); tried with card0, card1",
+        "": "cards read and fill its memory by themselves (dma-buf, by memory windows); tried with card0, card1",
         "dma-buf": "goes through page-locked stages: the driver exports no dma-buf",
         "way": "goes through page-locked stages: dma-buf: card1 does not reach GPU 0: remote operation error",
         "off": "goes through page-locked stages: rdma_gpudirect is off",

@@ -126,22 +126,22 @@ class Card:
             by_window: peers read it by the keys of windows alone, where the card has them.
         """
         is_windowed = by_window and self.has_windows
-        access = Access.LOCAL_WRITE | (Access.MW_BIND if is_windowed else Access.REMOTE_READ)
         try:
-            made = self._domain.register(region.address, region.nbytes, access)
+            made = self._domain.register(region.address, region.nbytes, self._access(is_windowed))
         except OSError as error:
             raise TransferError(f"{self.rail.device} cannot register it: {error}{remedy}") from error
         self._add(region, made, is_windowed)
 
-    def register_dma_buf(self, region: Region, descriptor: int, offset: int) -> None:
+    def register_dma_buf(self, region: Region, descriptor: int, offset: int, *, by_window: bool = False) -> None:
         """The same, of memory that a dma-buf has at `offset`; it is named by its addresses all the same, and nothing
         else of the dma-buf is. Raises TransferError."""
-        access = Access.LOCAL_WRITE | Access.REMOTE_READ
+        is_windowed = by_window and self.has_windows
+        access = self._access(is_windowed)
         try:
             made = self._domain.register_dma_buf(offset, region.nbytes, region.address, descriptor, access)
         except OSError as error:
             raise TransferError(f"{self.rail.device} takes no dma-buf: {error}") from error
-        self._add(region, made, False)
+        self._add(region, made, is_windowed)
 
     def unregister(self, region: Region) -> None:
         """Its keys are refused once this returned. Raises OSError."""
@@ -154,6 +154,10 @@ class Card:
             for window in self._windows.pop(region, ()):
                 window.close()
             registered.close()
+
+    @staticmethod
+    def _access(is_windowed: bool) -> Access:
+        return Access.LOCAL_WRITE | (Access.MW_BIND if is_windowed else Access.REMOTE_READ)
 
     def _add(self, region: Region, made: Registered, is_windowed: bool) -> None:
         with self._lock:

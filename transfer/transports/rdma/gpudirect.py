@@ -26,6 +26,8 @@ class DeviceRegions:
         `way`, the first by which it does, is how all regions are registered.
         """
         self._rails, self._memory = rails, DirectMemory(place)
+        self.by_window = False
+        """Whether peers read it by memory windows."""
         self._direct: list[Region] = []
         self._ranges = np.zeros((2, 0), dtype=np.int64)
         address = place.driver.allocate(place.device, TRIED_NBYTES)
@@ -37,7 +39,7 @@ class DeviceRegions:
     def register(self, region: Region) -> None:
         """With every card; what one of them does not take goes through stages, and a line in the log says why."""
         try:
-            self._register(region, self.way)
+            self._register(region, self.way, self.by_window)
         except TransferError as error:
             reason, size = f"{self.way}: {error}", f"{region.nbytes} bytes at {region.address:#x}"
             cause = f"transfer.rdma.staged:{kind_of(reason)}"
@@ -46,8 +48,13 @@ class DeviceRegions:
         self._set([*self._direct, region])
         device = self._memory.place.device
         said = "rdma: cards read and fill memory of GPU %d by themselves (%s)"
-        cause = f"transfer.rdma.direct:{device}:{self.way}"
-        log_once(cause, said, device, self.way, level=logging.INFO, logger=logger)
+        cause = f"transfer.rdma.direct:{device}:{self.described}"
+        log_once(cause, said, device, self.described, level=logging.INFO, logger=logger)
+
+    @property
+    def described(self) -> str:
+        """How, for people."""
+        return f"{self.way}, {'by memory windows' if self.by_window else 'no memory windows'}"
 
     def unregister(self, region: Region) -> None:
         """Raises OSError where a card does not let go of it."""
@@ -69,30 +76,38 @@ class DeviceRegions:
         self._memory.settle()
 
     def _try_out(self, region: Region) -> str:
-        """The first way by which every card has it. Raises Unavailable with what stood in the way of each."""
+        """The first way by which every card has it, and sets `by_window`. Raises Unavailable with what stood in the way
+        of each."""
         failures: list[str] = []
+        have_windows = any(rail.card.has_windows for rail in self._rails.all)
         for way in self._memory.ways:
-            try:
-                self._register(region, way)
+            for self.by_window in [True, False] if have_windows else [False]:
                 try:
-                    for rail in self._rails.all:
-                        try_out(rail.card, self._memory, region.address)
-                finally:
-                    self._rails.unregister(region)
-            except (TransferError, OSError) as error:
-                failures.append(f"{way}: {error}")
-            else:
-                return way
+                    self._try_out_by(way, region)
+                except (TransferError, OSError) as error:
+                    if not self.by_window:
+                        failures.append(f"{way}: {error}")
+                else:
+                    return way
         raise Unavailable("; ".join(failures))
 
-    def _register(self, region: Region, way: str) -> None:
+    def _try_out_by(self, way: str, region: Region) -> None:
+        """Raises TransferError, OSError."""
+        self._register(region, way, self.by_window)
+        try:
+            for rail in self._rails.all:
+                try_out(rail.card, self._memory, region.address)
+        finally:
+            self._rails.unregister(region)
+
+    def _register(self, region: Region, way: str, by_window: bool) -> None:
         """Raises TransferError."""
         self._memory.check(region)
         if way == DMA_BUF:
             with self._memory.exported(region) as (descriptor, offset):
-                self._rails.register_dma_buf(region, descriptor, offset)
+                self._rails.register_dma_buf(region, descriptor, offset, by_window=by_window)
         else:
-            self._rails.register_device(region)
+            self._rails.register_device(region, by_window=by_window)
 
     def _set(self, regions: list[Region]) -> None:
         self._direct = sorted(regions, key=lambda region: region.address)

@@ -64,13 +64,13 @@ class OpenRails:
         """With every card, or with none. Raises TransferError."""
         self._with_all(region, lambda card: card.register(region, by_window=True))
 
-    def register_device(self, region: Region) -> None:
+    def register_device(self, region: Region, *, by_window: bool) -> None:
         """The same, of memory that the kernel knows to be a device's."""
-        self._with_all(region, lambda card: card.register(region, remedy=""))
+        self._with_all(region, lambda card: card.register(region, remedy="", by_window=by_window))
 
-    def register_dma_buf(self, region: Region, descriptor: int, offset: int) -> None:
+    def register_dma_buf(self, region: Region, descriptor: int, offset: int, *, by_window: bool) -> None:
         """The same; see `Card.register_dma_buf`."""
-        self._with_all(region, lambda card: card.register_dma_buf(region, descriptor, offset))
+        self._with_all(region, lambda card: card.register_dma_buf(region, descriptor, offset, by_window=by_window))
 
     def unregister(self, region: Region) -> None:
         """Raises OSError where a card does not let go of it; all others have."""

@@ -41,14 +41,13 @@ def try_out(card: Card, memory: DirectMemory, address: int) -> None:
     with contextlib.ExitStack() as stack:
         copier = Copier(memory.place.driver, memory.place.device)
         stack.callback(copier.close)
-        queue = card.completion_queue(4)
-        stack.callback(queue.close)
-        asking, _ = _connected(stack, card, queue, queue)
-        _, read = card.keys()
+        asking, queue, windows = _connected(stack, card)
         cells, number, place = card.cells, secrets.randbits(64), card.cells.place()
+        _, read = card.keys()
+        opened, keys = windows.open(_number_at(address))
         _copy(copier, np.array([number], dtype=np.uint64), to=address)
         patience_s = 2 * card.settings.lost_after_s
-        _read(card, queue, asking, address, read, cells.address_of(place), what, patience_s)
+        _read(card, queue, asking, address, keys if opened else read, cells.address_of(place), what, patience_s)
         if not cells.holds(place, number):
             raise TransferError(f"{what}: it read something else than what is there")
         _read(card, queue, asking, cells.address, read, address + CELL_NBYTES, what, patience_s)
@@ -68,35 +67,39 @@ def without_windows(card: Card) -> str:
         with contextlib.ExitStack() as stack:
             card.register(region, by_window=True)
             stack.callback(card.unregister, region)
-            queues = [card.completion_queue(4) for _ in range(2)]
-            for queue in queues:
-                stack.callback(queue.close)
-            asking, answering = _connected(stack, card, *queues)
-            windows = Windows(card, answering, queues[1])
-            stack.callback(windows.drop)
-            opened, keys = windows.open(Pieces([region.address], [here], [CELL_NBYTES], CELL_NBYTES))
-            _read(card, queues[0], asking, region.address, keys, here, what, WINDOW_PATIENCE_S)
+            asking, queue, windows = _connected(stack, card)
+            opened, keys = windows.open(_number_at(region.address))
+            _read(card, queue, asking, region.address, keys, here, what, WINDOW_PATIENCE_S)
             if not card.cells.holds(place, int(number[0])):
                 return f"{what}: it read something else than what is there"
             windows.close(opened)
             number[0] ^= np.uint64(1)
             with contextlib.suppress(TransferError):
-                _read(card, queues[0], asking, region.address, keys, here, what, WINDOW_PATIENCE_S)
+                _read(card, queue, asking, region.address, keys, here, what, WINDOW_PATIENCE_S)
                 return "it reads by a window that is over"
     except (TransferError, OSError) as error:
         return str(error)
     return ""
 
 
-def _connected(stack: contextlib.ExitStack, card: Card, *queues: Queue) -> list[Pair]:
-    """Two queue pairs with these completion queues: the first reads, the other one answers. Raises OSError."""
-    pairs = [Pair(card, queue, _REQUESTS) for queue in queues]
-    for pair in pairs:
-        stack.callback(pair.close)
+def _connected(stack: contextlib.ExitStack, card: Card) -> tuple[Pair, Queue, Windows]:
+    """A queue pair that reads, with its completion queue, and the windows of the one that answers. Raises OSError."""
+    queues, pairs = [], []
+    for _ in range(2):
+        queues.append(card.completion_queue(2 * _REQUESTS))
+        stack.callback(queues[-1].close)
+        pairs.append(Pair(card, queues[-1], _REQUESTS))
+        stack.callback(pairs[-1].close)
     asking, answering = pairs
     answering.serve(asking.end, 0)
     asking.read_from(answering.end, 0)
-    return pairs
+    windows = Windows(card, answering, queues[1])
+    stack.callback(windows.drop)
+    return asking, queues[0], windows
+
+
+def _number_at(address: int) -> Pieces:
+    return Pieces([address], [address], [CELL_NBYTES], CELL_NBYTES)
 
 
 def _copy(copier: Copier, numbers: npt.NDArray[np.uint64], *, at: int = 0, to: int = 0) -> None:
