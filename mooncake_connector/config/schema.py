@@ -231,7 +231,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "memory: `cma` reads the other process's memory (same host, same user, needs permission to trace). "
             "`nixl` and `mooncake` reach any host over libraries that must be installed, with KV of both kinds, and "
             "are loaded where they are named here. `auto` stands for the default and, where a port of an RDMA card is "
-            "up and `mooncake-connector[rdma]` installed, for `rdma` before `tcp`: see "
+            "up and no `tls_certificate` is set, for `rdma` before `tcp`: see "
             "[which one when](transfer.md#which-one-when).",
             'a list of names, such as "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',
         ),
