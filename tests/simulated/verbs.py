@@ -81,7 +81,10 @@ class Fabric:
         self.queues: dict[int, QP] = {}
         self.numbers = itertools.count(1)
         self.has_peer_memory = False
-        self.has_windows = has_windows
+        self.limits = Limits(has_windows, 64, 1000, 4, 4, 16, 16)
+        self.max_msg_nbytes = 1 << 20
+        self.registered: list[tuple[int, int]] = []
+        """Address and size, each time that a card was asked to register something."""
         monkeypatch.setattr(card_module, "open_device", lambda name: Context(self.cards[name]))
         monkeypatch.setattr(card_module, "QueuePair", lambda context, domain, queue, *limits: QP(domain, queue))
         monkeypatch.setattr(opened, "library", lambda: None)
@@ -136,10 +139,10 @@ class Context:
         return Domain(self._card)
 
     def limits(self) -> Limits:
-        return Limits(self._card.fabric.has_windows, 64, 1000, 4, 16)
+        return self._card.fabric.limits
 
     def port(self, number: int) -> Port:
-        return Port(active_mtu=5, lid=0, max_msg_sz=1 << 20)
+        return Port(active_mtu=5, lid=0, max_msg_sz=self._card.fabric.max_msg_nbytes)
 
     def channel(self) -> Channel:
         return Channel()
@@ -174,6 +177,7 @@ class Domain:
         return self._add(address, nbytes, access)
 
     def _add(self, address: int, nbytes: int, access: int) -> Any:
+        self.card.fabric.registered.append((address, nbytes))
         key = next(self.card.fabric.numbers)
         self.regions[key] = address, nbytes, access
         return SimpleNamespace(address=address, lkey=key, rkey=key, close=lambda: self.regions.pop(key))

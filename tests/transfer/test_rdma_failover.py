@@ -34,6 +34,7 @@ from transfer.transports.rdma.pair import ack_timeout
 from transfer.transports.rdma.queue_pair import Chain
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
+from transfer.transports.rdma.verbs import Limits
 from transfer.transports.wire import CopyStatus
 
 NBYTES = 16 * MIB
@@ -156,6 +157,48 @@ def test_of_many_requests_few_have_a_completion(
     for batch in batches:
         *silent, last = (request.is_signaled for request in batch)
         assert last and not any(silent) and len(batch) <= reader.BATCH
+
+
+@pytest.mark.parametrize(("ranges", "expected_ranges"), [((5, 3), 3), ((3, 5), 3), ((3, 0), 3)])
+@pytest.mark.parametrize(("reads", "expected_reads"), [((9, 4), 4), ((4, 9), 4), ((4, 0), 4)])
+def test_nothing_is_asked_of_a_card_that_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+    ranges: tuple[int, int],
+    expected_ranges: int,
+    reads: tuple[int, int],
+    expected_reads: int,
+) -> None:
+    """The second of each is that of reads alone, of which a card may say nothing."""
+    fabric, asked = Fabric(monkeypatch, [1e12]), []
+    fabric.limits, fabric.max_msg_nbytes = Limits(True, 10, 8, *ranges, *reads), 8192
+    post = QP.post
+
+    def seen(pair: QP, chain: Chain) -> None:
+        asked.extend(request.ranges for request in posted(chain) if request.opcode is Opcode.RDMA_READ)
+        post(pair, chain)
+
+    monkeypatch.setattr(QP, "post", seen)
+    pair = Pair(fabric)
+    count = 64
+    sizes, places = np.full(count, 700), np.arange(count) * 1024
+    whole = pair.source.address + np.arange(count) * 700, pair.target.address + places, sizes
+    assert outcome_of(pair.peer.write(pair.grant, *whole, deadline_s=DEADLINE_S)).ok
+    assert outcome_of(pair.write()).ok and np.array_equal(pair.target.bytes, pair.source.bytes)
+    assert max(len(one) for one in asked) == expected_ranges
+    assert 4096 <= max(sum(nbytes for _, nbytes, _ in one) for one in asked) <= 8192
+    told = [found.set for found in fabric.queues.values()]
+    assert {one["max_rd_atomic"] for one in told} == {one["max_dest_rd_atomic"] for one in told} == {expected_reads}
+    (rail,) = pair.receiver._rails.all
+    assert rail.card.max_requests == 7
+    pair.close()
+
+
+def test_memory_is_registered_with_each_card_once_however_much_is_sent_of_it(make: Callable[..., Pair]) -> None:
+    pair = make(FAST, FAST)
+    for _ in range(4):
+        assert outcome_of(pair.write()).ok
+    for buffer in (pair.source, pair.target):
+        assert pair.fabric.registered.count((buffer.address, NBYTES)) == 2
 
 
 def test_a_transport_that_was_closed_meanwhile_is_unavailable(make: Callable[..., Pair]) -> None:

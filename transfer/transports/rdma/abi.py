@@ -102,8 +102,8 @@ QP_ATTR = _structure(
     timeout=(130, U8), retry_cnt=(131, U8), rnr_retry=(132, U8),
 )  # fmt: skip
 DEVICE_ATTR = _structure(
-    232, max_qp_wr=(112, I32), device_cap_flags=(116, U32), max_sge=(120, I32), max_cqe=(132, I32),
-    max_qp_rd_atom=(144, I32),
+    232, max_qp_wr=(112, I32), device_cap_flags=(116, U32), max_sge=(120, I32), max_sge_rd=(124, I32),
+    max_cqe=(132, I32), max_qp_rd_atom=(144, I32), max_qp_init_rd_atom=(156, I32),
 )  # fmt: skip
 PORT_ATTR = _structure(52, active_mtu=(8, I32), max_msg_sz=(20, U32), lid=(34, U16))
 QP = _structure(160, qp_num=(52, U32))

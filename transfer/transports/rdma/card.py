@@ -100,8 +100,8 @@ class Card:
             raise Unavailable(f"{self.rail} cannot be used: {error}") from error
         self.mtu, self.lid = port.active_mtu, port.lid
         self.max_requests = min(MAX_REQUESTS, limits.max_qp_wr, limits.max_cqe - 1)
-        self.max_ranges = min(MAX_RANGES, limits.max_sge)
-        self.max_reads = min(MAX_READS, limits.max_qp_rd_atom)
+        self.max_ranges = min(MAX_RANGES, limits.max_sge, limits.max_sge_rd or limits.max_sge)
+        self.max_reads = min(MAX_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom or limits.max_qp_rd_atom)
         self.max_request_nbytes = max(1, min(2 * MAX_REQUEST_NBYTES, port.max_msg_sz) // 2)
         self.has_windows = limits.has_windows
         """Whether what is registered as `by_window` is read by memory windows; set it before anything is."""

@@ -92,13 +92,19 @@ def _devices() -> Iterator[dict[str, int]]:
 
 
 class Limits(NamedTuple):
-    """Of a device: windows of type 2B; requests and completions of a queue, ranges of a request, reads on the wire."""
+    """Of a device: windows of type 2B; requests and completions of a queue; ranges of a request, and of one that reads;
+    reads on the wire that a queue pair serves, and that it asks for.
+
+    A device may leave the second of either pair at 0, which says nothing.
+    """
 
     has_windows: bool
     max_qp_wr: int
     max_cqe: int
     max_sge: int
+    max_sge_rd: int
     max_qp_rd_atom: int
+    max_qp_init_rd_atom: int
 
 
 class Port(NamedTuple):
@@ -192,8 +198,7 @@ class Context(Made):
         found = np.zeros(1, abi.DEVICE_ATTR)
         check(library().ibv_query_device(self.address, address_of(found)), "its limits cannot be read")
         has_windows = bool(int(found["device_cap_flags"][0]) & abi.HAS_WINDOWS_2B)
-        numbers = [int(found[name][0]) for name in ("max_qp_wr", "max_cqe", "max_sge", "max_qp_rd_atom")]
-        return Limits(has_windows, *numbers)
+        return Limits(has_windows, *(int(found[name][0]) for name in Limits._fields[1:]))
 
     def port(self, number: int) -> Port:
         """Raises OSError."""
