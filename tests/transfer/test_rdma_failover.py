@@ -22,7 +22,7 @@ from mooncake_connector.cli.doctor_rdma import rdma_checks
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
-from transfer.transports.base import Cause, Region, TransferError, Unavailable
+from transfer.transports.base import Cause, Outcome, Region, TransferError, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.rdma import reader, sending, trial
 from transfer.transports.rdma import transport as module
@@ -30,11 +30,13 @@ from transfer.transports.rdma.abi import Opcode
 from transfer.transports.rdma.card import CELL_NBYTES
 from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.fetcher import WHERE
+from transfer.transports.rdma.opened import OpenRails
 from transfer.transports.rdma.pair import ack_timeout
 from transfer.transports.rdma.queue_pair import Chain
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.rdma.verbs import Limits
+from transfer.transports.sender import SendingPeer
 from transfer.transports.wire import CopyStatus
 
 NBYTES = 16 * MIB
@@ -199,6 +201,48 @@ def test_memory_is_registered_with_each_card_once_however_much_is_sent_of_it(mak
         assert outcome_of(pair.write()).ok
     for buffer in (pair.source, pair.target):
         assert pair.fabric.registered.count((buffer.address, NBYTES)) == 2
+
+
+@pytest.mark.parametrize("dies", ["when it is known", "before it is known"])
+def test_a_transport_stays_open_until_a_peer_that_is_lost_is_closed(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """What its peers had ends before the cards."""
+    pair, is_closing, may_go_on, ends = make(FAST), threading.Event(), threading.Event(), list[str]()
+    close, close_rails = sending.RailEncoder.close, OpenRails.close
+
+    def close_late(encoder: sending.RailEncoder) -> None:
+        is_closing.set()
+        may_go_on.wait(DEADLINE_S)
+        close(encoder)
+        ends.append("peer")
+
+    def close_all(rails: OpenRails) -> None:
+        close_rails(rails)
+        ends.append("rails")
+
+    if "before" in dies:
+        pair.peer.close()
+        monkeypatch.setattr(sending.RailEncoder, "close", close_late)
+        gone = Outcome(Cause.PEER_LOST, "it is gone")
+        monkeypatch.setattr(SendingPeer, "_turn", lambda peer, wait_s: peer._die(gone))
+
+        def connect() -> None:
+            with pytest.raises(Unavailable, match="closed meanwhile"):
+                pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
+
+        threading.Thread(target=connect).start()
+    else:
+        monkeypatch.setattr(sending.RailEncoder, "close", close_late)
+        pair.receiver.close()
+    assert is_closing.wait(DEADLINE_S)
+    monkeypatch.setattr(OpenRails, "close", close_all)
+    closing = threading.Thread(target=pair.sender.close)
+    closing.start()
+    closing.join(0.5)
+    may_go_on.set()
+    closing.join(DEADLINE_S)
+    assert ends == ["peer", "rails"]
 
 
 def test_a_transport_that_was_closed_meanwhile_is_unavailable(make: Callable[..., Pair]) -> None:

@@ -349,13 +349,13 @@ class SendingPeer(Peer):
 
     def _finish(self) -> None:
         assert self._dead is not None
-        self._on_close(self)
         with self._lock:
             for stream in self._streams.values():
                 stream.channel.close()
             self._streams.clear()  # their numbers may belong to other files next
             self._encoder.close()
             self._epoll.close()
+        self._on_close(self)  # who closes the transport waits for those that it knows, and then takes down the rest
         with self._queue_lock:  # its number may belong to another file next
             os.close(self._wakeup)
             self._wakeup = -1

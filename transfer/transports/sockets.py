@@ -141,6 +141,7 @@ class SocketTransport(Transport):
             self._peers.add(peer)
             closed = self._closed
         if not peer.alive:  # it may have been forgotten before it was known
+            peer.close()
             self._forget(peer)
         if closed:
             peer.close()

@@ -27,8 +27,10 @@ class OpenRail:
 
     def close(self) -> None:
         """Queues of others must be closed before. Raises OSError."""
-        self.completions.close()
-        self.card.close()
+        try:
+            self.completions.close()
+        finally:
+            self.card.close()
 
 
 def _pci_address(place: OnDevice) -> str:
@@ -88,7 +90,12 @@ class OpenRails:
     def close(self) -> None:
         """May be called twice."""
         while self.all:
-            self.all.pop().close()
+            rail = self.all.pop()
+            try:
+                rail.close()
+            except OSError as error:
+                cause = f"transfer.rdma.close:{rail.card.rail.name}:{kind_of(str(error))}"
+                log_once(cause, "rdma: %s cannot be closed: %s", rail.card.rail, error, logger=logger)
 
 
 def open_cards(hosts: Sequence[str], settings: RdmaSettings, near: str = "") -> list[Card]:
