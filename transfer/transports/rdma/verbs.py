@@ -153,7 +153,7 @@ class Made:
         return self._is_closed
 
     def close(self) -> None:
-        """Raises OSError where the library does not end it."""
+        """Raises OSError where the library does not end it; it is still there then."""
         with self._lock:
             if self._is_closed:
                 return
@@ -165,8 +165,10 @@ class Made:
     def _finish(self) -> None:
         try:
             check(self._end(self._address), f"a {type(self).__name__} cannot be closed")
-        finally:
-            self._let_go()
+        except OSError:
+            self._is_closed = False
+            raise
+        self._let_go()
 
     def _let_go(self) -> None:
         ended = []
@@ -175,8 +177,9 @@ class Made:
                 source._users -= 1
                 if source._is_closed and not source._users:
                     ended.append(source)
-        for source in ended:
-            source._finish()
+        with contextlib.ExitStack() as stack:
+            for source in ended:
+                stack.callback(source._finish)
 
 
 class Context(Made):
@@ -197,7 +200,8 @@ class Context(Made):
         """Raises OSError."""
         found = np.zeros(1, abi.DEVICE_ATTR)
         check(library().ibv_query_device(self.address, address_of(found)), "its limits cannot be read")
-        has_windows = bool(int(found["device_cap_flags"][0]) & abi.HAS_WINDOWS_2B)
+        is_capable = bool(int(found["device_cap_flags"][0]) & abi.HAS_WINDOWS_2B)
+        has_windows = is_capable and bool(self.alloc_mw) and bool(self.dealloc_mw)  # an old driver may lack them
         return Limits(has_windows, *(int(found[name][0]) for name in Limits._fields[1:]))
 
     def port(self, number: int) -> Port:
@@ -269,7 +273,7 @@ class Queue(Made):
         ]
 
     def close(self) -> None:
-        if self._channel is not None:
+        if self._channel is not None and not self.is_closed:  # its address may be another one's then
             self._channel.queues.pop(self._address, None)
         super().close()
 
