@@ -51,7 +51,8 @@ def transfer_checks(config: Config) -> Iterator[Check]:
     yield ok("transfers", _what_listens(config, access))
     if config.transfer_port:
         yield _port(hosts[0] if hosts else "", config.transfer_port)
-    for name in serving(config.transports, hosts=hosts):  # the others need the engine's device
+    # the others need the engine's device
+    for name in serving(config.transports, hosts=hosts, encrypted=access.tls is not None):
         yield _reaches_neighbour(name, options)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import certificates
 import pytest
@@ -21,6 +22,7 @@ from mooncake_connector.cli import doctor_rdma, doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.testing import SHARD, chain, namespace, put_chain
+from transfer.transports import registry
 from transfer.transports.rdma import abi, opened, verbs
 from transfer.transports.registry import Transports
 from transfer.transports.unix import listen_at_port
@@ -277,6 +279,19 @@ class TestTransfers:
         status, detail = outcome_of("tcp")
         assert status == "ok" and detail.endswith("at 127.0.0.2, 127.0.0.3")
         assert b"127.0.0.2" in reached[0]["tcp"] and b"127.0.0.3" in reached[0]["tcp"]
+
+    @pytest.mark.skipif(not certificates.CAN_MAKE, reason="it takes certificates")
+    def test_what_auto_leaves_out_where_there_are_certificates_is_not_tried(self, monkeypatch, secret, tmp_path):
+        monkeypatch.setattr(registry, "rails", lambda: [SimpleNamespace(is_up=True)])
+        monkeypatch.setattr(doctor_transfers, "_reaches_neighbour", lambda name, options: ok(name, "tried"))
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSPORTS", "auto")
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_HOSTS", "127.0.0.1")
+        assert outcome_of("rdma") == ("ok", "tried")
+        for role, path in certificates.make_certificate(tmp_path).items():
+            monkeypatch.setenv(f"MOONCAKE_CONNECTOR_TLS_{role.upper()}", path)
+        assert outcome_of("tcp") == ("ok", "tried")
+        with pytest.raises(ValueError):
+            outcome_of("rdma")
 
     @pytest.mark.parametrize(
         "neighbour, told",
