@@ -103,6 +103,7 @@ class Card:
     def __init__(self, fabric: Fabric, number: int, bytes_per_s: float) -> None:
         self.fabric, self.bytes_per_s = fabric, bytes_per_s
         self.is_up, self.answers, self.speaks, self.binds = True, True, True, True
+        self.max_window_nbytes = 1 << 31
         self.takes_dma_buf, self.reaches_devices, self.binds_devices = True, True, True
         self.blocked: set[str] = set()
         """Ways by which it takes memory of devices and does not reach it."""
@@ -323,7 +324,7 @@ class QP:
         if request.opcode is Opcode.BIND_MW:
             card = self._domain.card
             is_bindable = card.binds if LIBRARY._range(request.bound_to[0]) is None else card.binds_devices
-            if request.window in windows or not is_bindable:
+            if request.window in windows or not is_bindable or request.bound_to[1] > card.max_window_nbytes:
                 return "memory window bind error"
             windows[request.window] = *request.bound_to, self
         elif windows.pop(request.window, None) is None:

@@ -407,6 +407,27 @@ def test_a_key_that_is_refused_fails_its_write_and_all_others_arrive(
     assert np.array_equal(pair.target.bytes, pair.source.bytes)
 
 
+def test_what_broke_at_the_peer_is_said_in_one_line(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not that its windows do not close over what is broken."""
+    pair = make(FAST)
+    encoder = pair.peer._encoder
+    opens, wrong = encoder._told, iter([True])
+
+    def told(path: Any, part: Any) -> bytes:
+        keys: bytes = opens(path, part)
+        return encoder._cards[path.number].unreadable(part.pieces) if next(wrong, False) else keys
+
+    monkeypatch.setattr(encoder, "_told", told)
+    caplog.clear()
+    assert outcome_of(pair.write()).ok
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+    reading, out, back = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "remote access error" in reading and "is back" in back
+    assert "is out: its queue pair broke (the peer logged why)" in out
+
+
 @pytest.mark.parametrize("where", [b"", WHERE.pack(9, 0), WHERE.pack(0, 1 << 31)])
 def test_an_order_that_names_no_rail_or_an_epoch_to_come_costs_its_connection(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, where: bytes

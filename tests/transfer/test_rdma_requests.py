@@ -134,6 +134,29 @@ def test_keys_travel_of_the_regions_that_are_used():
     assert len(decode_keys(many.encode(many.starts)).starts) == MAX_REGIONS
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from([0x1000, 0x4000]), st.integers(0, 0x3C0), st.integers(1, 0x40)), min_size=1),
+    st.integers(0x80, 0x800),
+)
+def test_windows_are_no_larger_than_a_card_binds_and_each_piece_lies_in_one(rows, most):
+    """Pieces that overlap are no more than an order holds, which is less than that."""
+    rows, left = list(rows), most
+    kept = [(start + offset, nbytes) for start, offset, nbytes in rows if (left := left - nbytes) >= 0]
+    kept = kept or [(0x1000, 8)]
+    addresses, sizes = (np.array(column, dtype=np.int64) for column in zip(*kept, strict=True))
+    keys = Keys.of(THERE)
+    spans = keys.spans(addresses, sizes, most)
+    told = decode_keys(Keys.of((Region(address, nbytes), 1) for _, address, nbytes in spans).encode(addresses))
+    assert told.covers(addresses, sizes) and len(told.starts) == len(spans), "each is of use"
+    for index, address, nbytes in spans:
+        region, _ = THERE[index]
+        assert 0 < nbytes <= most and region.address <= address <= region.address + region.nbytes - nbytes
+    whole = keys.spans(addresses, sizes, 1 << 31)
+    assert len(whole) == len({index for index, _, _ in spans})
+    if all(nbytes <= most for _, _, nbytes in whole):
+        assert spans == whole
+
+
 def keyed(*rows: tuple[int, int, int]) -> bytes:
     return np.array(rows, dtype="<u8").tobytes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -31,7 +32,8 @@ MAX_PROBES = 1023
 """At the same time; so many peers cannot be connecting."""
 MAX_REQUEST_NBYTES = 1 << 20
 """A request that nobody wants any more ends soon."""
-
+MAX_WINDOW_NBYTES = 1 << 31
+"""NVIDIA's cards bind no larger ones."""
 
 _MTU_NBYTES = (0, 256, 512, 1024, 2048, 4096)
 """By the verbs' code."""
@@ -150,10 +152,10 @@ class Card:
             if region in self._windowed:
                 self._windowed.remove(region)
             self._keys = None
-        with self.window_lock:
+        with self.window_lock, contextlib.ExitStack() as stack:
+            stack.callback(registered.close)
             for window in self._windows.pop(region, ()):
-                window.close()
-            registered.close()
+                stack.callback(window.close)
 
     @staticmethod
     def _access(is_windowed: bool) -> Access:
@@ -190,7 +192,7 @@ class Card:
         Call it with `window_lock` held.
         """
         keys = self._all_keys()
-        spans = keys.unreadable.spans(pieces.local, pieces.nbytes)
+        spans = keys.unreadable.spans(pieces.local, pieces.nbytes, MAX_WINDOW_NBYTES)
         return [Span(address, nbytes, *keys.windowed[index]) for index, address, nbytes in spans]
 
     def unreadable(self, pieces: Pieces) -> bytes:
@@ -245,7 +247,8 @@ class Card:
 
     def close(self) -> None:
         """Queues must be closed before. May be called twice."""
-        for region in list(self._registered):
-            self.unregister(region)
-        self._domain.close()
-        self._context.close()
+        with contextlib.ExitStack() as stack:
+            for one in (self._context, self._domain):
+                stack.callback(one.close)
+            for region in list(self._registered):
+                stack.callback(self.unregister, region)

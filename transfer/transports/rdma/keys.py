@@ -44,9 +44,9 @@ class Keys:
         is_inside = index >= 0 and address + nbytes <= self.starts.item(index) + self.sizes.item(index)
         return self.keys.item(index) if is_inside else None
 
-    def spans(self, addresses: Numbers, nbytes: Numbers) -> list[tuple[int, int, int]]:
+    def spans(self, addresses: Numbers, nbytes: Numbers, most: int) -> list[tuple[int, int, int]]:
         """Of each region that pieces begin in, by its index: where the first one begins, and the size from there to the
-        end of the last, or to its own."""
+        end of the last, or to its own; in several parts where that is more than `most`, which no piece is."""
         if not len(self.starts):
             return []
         starts, sizes = (np.asarray(column, dtype=np.int64) for column in (addresses, nbytes))
@@ -58,7 +58,15 @@ class Keys:
         np.maximum.at(ends, regions[is_known], (starts + sizes)[is_known])
         np.minimum(ends, self.starts + self.sizes, out=ends)
         used = np.flatnonzero(begins < ends)
-        return list(zip(used.tolist(), begins[used].tolist(), (ends - begins)[used].tolist(), strict=True))
+        spans = list(zip(used.tolist(), begins[used].tolist(), (ends - begins)[used].tolist(), strict=True))
+        if all(size <= most for *_, size in spans):
+            return spans
+        found: list[tuple[int, int, int]] = []
+        for index, begin, size in spans:
+            its = (regions == index) & (starts < begin + size)
+            until = np.minimum((starts + sizes)[its], begin + size)
+            found += [(index, *part) for part in _parts(starts[its], until, most)]
+        return found
 
     def index(self, addresses: Int64) -> npt.NDArray[np.intp]:
         """Of the region that begins at or before each address, which must not be before all."""
@@ -74,6 +82,21 @@ class Keys:
         rows["address"], rows["nbytes"], rows["key"] = self.starts, self.sizes, self.keys
         regions = np.unique(self.index(np.asarray(addresses, dtype=np.int64)))
         return rows[regions[regions >= 0]][:MAX_REGIONS].tobytes()
+
+
+def _parts(starts: Int64, ends: Int64, most: int) -> list[tuple[int, int]]:
+    """Address and size of as few ranges as hold these, which may overlap; the ranges do not. Those that overlap one
+    another are less than `most` together."""
+    order = np.argsort(starts, kind="stable")
+    begins, reach = starts[order], np.maximum.accumulate(ends[order])
+    is_apart = begins[1:] >= reach[:-1]
+    begins, reach = begins[np.append(True, is_apart)], reach[np.append(is_apart, True)]
+    found, at = [], 0
+    while at < len(begins):
+        stop = max(at + 1, int(reach.searchsorted(begins[at] + most, side="right")))
+        found.append((int(begins[at]), int(reach[stop - 1] - begins[at])))
+        at = stop
+    return found
 
 
 def decode_keys(data: bytes) -> Keys:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_connector.log import get_logger, kind_of, log_once
+from mooncake_connector.log import get_logger, log_once
 from transfer.transports.base import Completion, Grant
 from transfer.transports.pull import PullEncoder
 from transfer.transports.rdma.card import CELL_NBYTES, Card
@@ -78,7 +78,7 @@ class RailEncoder(PullEncoder):
             for number, ours in enumerate(matched([rail.card.rail.gid for rail in rails], [end.gid for end in ends])):
                 card = rails[ours].card
                 self._cards.append(card)
-                self._queues.append(card.completion_queue(BATCH))
+                self._queues.append(card.completion_queue(2 * BATCH))  # also what an epoch before has left
                 self._pairs.append(Pair(card, self._queues[-1], BATCH))
                 self._windows.append(Windows(card, self._pairs[-1], self._queues[-1]))
                 paths.append(Path(number, card.rail.name, (card.rail.gbit_per_s or 1.0) * _BYTES_PER_GBIT))
@@ -173,15 +173,14 @@ class RailEncoder(PullEncoder):
 
     def _broke(self, path: Path, error: OSError) -> None:
         """What it had is refused from now on."""
-        card, pair = self._cards[path.number], self._pairs[path.number]
-        cause = f"transfer.rdma.window:{card.rail.name}:{kind_of(str(error))}"
-        log_once(cause, "rdma: %s to a peer broke: %s", card.rail, error, logger=logger)
         with contextlib.suppress(OSError):
-            pair.fail()
+            self._pairs[path.number].fail()
         self.paths.broke(path, path.epoch, time.monotonic(), str(error))
 
     def release(self, part: Slice, status: CopyStatus | None) -> None:
         path, now, device = self._path_of(part), time.monotonic(), self._device
+        if status is CopyStatus.BROKEN and not isinstance(part.write, _Probe):  # its windows do not close either then
+            self.paths.broke(path, part.place >> _EPOCH_SHIFT, now, _BROKE)
         if windows := self._opened.pop(part, None):
             try:
                 self._windows[path.number].close(windows)
@@ -203,7 +202,6 @@ class RailEncoder(PullEncoder):
             return False
         if status is not CopyStatus.BROKEN:
             return False
-        self.paths.broke(self._path_of(part), part.place >> _EPOCH_SHIFT, time.monotonic(), _BROKE)
         part.tries += 1
         return part.tries < MAX_TRIES
 

@@ -3,11 +3,12 @@
 A window of type 2B lets the peer of the queue pair by which it was bound read its bytes, nobody else and nothing else,
 by a key of its own. The card refuses the key once the window is invalidated, which is before a slice counts as over.
 An order has one window for each registered region that its pieces lie in, from the first of these pieces to the end of
-the last.
+the last, or several where that is more than a card binds at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ class Windows:
         self._free: list[Window] = []
         self._bound: dict[Window, Span] = {}
         self._number = 0
+        self._why = ""
+        """What failed since `drop`."""
 
     def open(self, pieces: Pieces) -> tuple[list[Window], Keys]:
         """Let the peer read these pieces of registered memory; what lies in none is left out.
@@ -79,14 +82,17 @@ class Windows:
                     self._free.append(window)
 
     def drop(self) -> None:
-        """All of them, by which nothing can be read any more then. Raises OSError."""
+        """All of them, by which nothing can be read any more then. Raises OSError where some are left."""
         with self._card.window_lock:
-            for window, span in self._bound.items():
-                self._card.unbound(window, span)
-            gone, self._free = [*self._bound, *self._free], []
-            self._bound.clear()
-            for window in gone:
-                window.close()
+            try:
+                with contextlib.ExitStack() as stack:
+                    for window in (*self._bound, *self._free):
+                        stack.callback(window.close)
+            finally:
+                for window in [window for window in self._bound if window.is_closed]:
+                    self._card.unbound(window, self._bound.pop(window))
+                self._free = [window for window in self._free if not window.is_closed]
+            self._why = ""
 
     def _taken(self, span: Span) -> Window:
         """One to be bound to this."""
@@ -100,15 +106,24 @@ class Windows:
         return self._chain
 
     def _post(self, chain: Chain) -> None:
-        """And wait until the card has done it. Raises OSError."""
-        last = self._number
-        self._pair.post(chain)
+        """And wait until the card has done it. Raises OSError, and once it did so at once, until `drop`."""
+        if self._why:
+            raise OSError(self._why)
+        try:
+            self._pair.post(chain)
+            self._wait(self._number - chain.count)
+        except OSError as error:
+            self._why = str(error)
+            raise
+
+    def _wait(self, before: int) -> None:
+        """For the last one that was posted. What is told of `before` or earlier is left of what has failed by then."""
         begun = time.perf_counter()
         while True:
             for completion in self._queue.poll(BATCH):
-                if not completion.is_success:
+                if completion.wr_id > before and not completion.is_success:
                     raise OSError(f"a memory window: {completion.status_str}")
-                if completion.wr_id == last:
+                if completion.wr_id == self._number:
                     return
             waited_s = time.perf_counter() - begun
             if waited_s >= DEADLINE_S:
