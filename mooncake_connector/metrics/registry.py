@@ -99,13 +99,20 @@ TLS_PROCESS_ENDS = _counter(
     "tls_process_ends", "Times that the process that does TLS ended by itself, and what went over TLS with it", "how"
 )
 
+TRANSPORTS_LEFT_OUT = _counter(
+    "transports_left_out",
+    "Times that a process of this instance did not offer a transport that it was to: which one, what is missing, and "
+    "how to get it",
+    "why",
+)
+
 RAILS = (
     _counter("rail_bytes", "Bytes of KV that peers read over each port of an RDMA card of this host", "rail"),
     _counter("rail_direct_bytes", "Of rail_bytes, those that came straight from GPU memory (GPUDirect)", "rail"),
     _counter(
         "rail_opened",
         "Times that this instance's processes opened a port of an RDMA card: which one, its address, its link and its "
-        "limits, as `doctor rdma` says",
+        "limits, as `doctor rdma` says; the library, the limit of locked memory, and how memory of a GPU is reached",
         "port",
     ),
     _counter("rail_failures", "Times that such a rail to a peer broke; what was under way went over others", "rail"),
@@ -163,6 +170,7 @@ VLLM = (
     _counter(
         "transport_bytes", "Bytes of KV that were sent to decode instances, by transport", "transport", of="transports"
     ),
+    TRANSPORTS_LEFT_OUT,
     *RAILS,
     TLS_PROCESS_ENDS,
 )
@@ -197,6 +205,7 @@ SGLANG = (
     _counter("transfer_seconds", "Seconds from a request's beginning to its end", "operation"),
     FETCH_DURATION,
     _counter("transport_bytes", "KV sent, by transport", "transport"),
+    TRANSPORTS_LEFT_OUT,
     *RAILS,
     TLS_PROCESS_ENDS,
 )

@@ -163,8 +163,10 @@ def test_where_it_is_not_installed_another_is_taken_with_one_line(name, monkeypa
     for _ in range(2):
         with registry.make_transports([name, "tcp"], Memory(), TransportOptions(Identity())) as made:
             assert list(made.listen()) == ["tcp"]
+            counted, again = made.take_counts(), made.take_counts()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"transport {name} is left out: ")
+    assert counted == {"transports_left_out": {f"{name}: {line.partition(': ')[2]}": 1}} and not again
     assert line.endswith(f": pip install 'mooncake-connector[{name}]', or its wheel that fits this machine")
 
 

@@ -36,7 +36,7 @@ from transfer.transports.rdma.pair import ack_timeout
 from transfer.transports.rdma.queue_pair import Chain
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
-from transfer.transports.rdma.verbs import Limits
+from transfer.transports.rdma.verbs import Limits, in_use, locked_limit
 from transfer.transports.sender import SendingPeer
 from transfer.transports.wire import CopyStatus
 
@@ -499,11 +499,13 @@ def test_what_it_goes_over_is_in_the_log_once_and_in_the_metrics(
         "with 4 ranges, 64 at a time, 16 of them on the wire, by memory windows"
         for number in (0, 1)
     ]
+    beside = f"{in_use()}; locked memory: {locked_limit()}"
     for made in transports:
-        assert made.take_counts() == {"rail_opened": dict.fromkeys(ports, 1)} and not made.take_counts()
+        assert made.take_counts() == {"rail_opened": {f"{port}; {beside}": 1 for port in ports}}
+        assert not made.take_counts()
         made.close()
     (line,) = [message for message in caplog.messages if "rdma: goes over" in message]
-    assert all(port in line for port in ports) and "libibverbs" in line and "locked memory: " in line
+    assert all(port in line for port in ports) and line.endswith(f"; {beside}") and beside.startswith("libibverbs")
     fabric.close()
 
 

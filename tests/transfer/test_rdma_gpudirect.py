@@ -158,6 +158,8 @@ def test_a_region_is_registered_with_every_card_for_its_own_bytes_and_once(
         assert num_descriptors() == 0
     said = [line for line in lines(caplog, logging.INFO) if "rdma: goes over" not in line]
     assert said == ["rdma: cards read and fill memory of GPU 0 by themselves (dma-buf, by memory windows)"]
+    opened = sides.sender.take_counts()["rail_opened"]
+    assert len(opened) == 2 and all(told.endswith("; memory of GPU 0: dma-buf, by memory windows") for told in opened)
     sides.memory.unregister(*sides.memory.regions)
     assert [list(rail.card._registered) for rail in sides.sender._rails.all] == [
         [rail.card.cells.region] for rail in sides.sender._rails.all

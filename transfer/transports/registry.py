@@ -156,6 +156,7 @@ class Transports:
         """`left_out` says of others why they are not among them."""
         self._transports = {transport.name: transport for transport in transports}
         self._left_out = left_out
+        self._uncounted = list(left_out)
 
     def listen(self) -> dict[str, bytes]:
         """Endpoints by name of transport, to be told to peers; one that cannot listen is left out and logged."""
@@ -192,8 +193,12 @@ class Transports:
         raise Unavailable("no transport reaches the peer: " + "; ".join([*self._left_out, *reasons]) + remedy)
 
     def take_counts(self) -> dict[str, Mapping[str, int]]:
-        """See `Transport.take_counts`."""
-        return {name: of for transport in self._transports.values() for name, of in transport.take_counts().items()}
+        """See `Transport.take_counts`; and once, which are left out and why."""
+        counts = {name: of for transport in self._transports.values() for name, of in transport.take_counts().items()}
+        if self._uncounted:
+            counts["transports_left_out"] = dict.fromkeys(self._uncounted, 1)
+            self._uncounted = []
+        return counts
 
     def close(self) -> None:
         """Close all of them. May be called twice."""

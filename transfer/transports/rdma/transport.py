@@ -75,18 +75,22 @@ class RdmaTransport(PullTransport, NetworkTransport):
         )
         self._rails = OpenRails(hosts, settings, place)
         self._counts = RailCounts()
-        self._tell()
         self._device = None if place is None else _direct(self._rails, place, settings)
         self.takes_device = self._device is not None
+        self._tell()
 
     def _tell(self) -> None:
         """Over what it goes: once in the log, and in the metrics."""
         opened = [rail.card.described for rail in self._rails.all]
+        beside = f"{in_use()}; locked memory: {locked_limit()}"
+        if self.place is not None:
+            way = "page-locked stages" if self._device is None else self._device.described
+            beside += f"; memory of GPU {self.place.device}: {way}"
         for one in opened:
-            self._counts.add("rail_opened", one)
-        said = "rdma: goes over %s; %s; locked memory: %s"
+            self._counts.add("rail_opened", f"{one}; {beside}")
         told = "; ".join(opened)
-        log_once(f"transfer.rdma:{told}", said, told, in_use(), locked_limit(), level=logging.INFO, logger=logger)
+        cause = f"transfer.rdma:{told}; {beside}"
+        log_once(cause, "rdma: goes over %s; %s", told, beside, level=logging.INFO, logger=logger)
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> RdmaTransport:
