@@ -233,6 +233,7 @@ def test_a_transport_stays_open_until_a_peer_that_is_lost_is_closed(
                 pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
 
         threading.Thread(target=connect).start()
+        until(lambda: bool(pair.sender._peers))
     else:
         monkeypatch.setattr(sending.RailEncoder, "close", close_late)
         pair.receiver.close()
