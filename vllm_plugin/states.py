@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
 from store_client.base import Bytes
-from vllm_plugin.blocks import index_of, own_stream
+from vllm_plugin.blocks import index_of, own_stream, selected
 from vllm_plugin.geometry import Group, Unsupported
 from vllm_plugin.stages import Layers
 
@@ -124,7 +124,7 @@ class StateBlocks:
     def copy(self, block_ids: Sequence[int]) -> StateCopies:
         """As :meth:`KVBlocks.copy`."""
         index = index_of(block_ids, self._parts[0].device)
-        return StateCopies(self, block_ids, [part.index_select(0, index) for part in self._parts])
+        return StateCopies(self, block_ids, [selected(part, index) for part in self._parts])
 
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
         """Overwrite the state of the block that holds the first token of the page that is not to be skipped.

@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _custom_ops as ops
 
 import vllm_plugin.blocks
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
-from vllm_plugin.blocks import KVBlocks, probe_cpu_order, probe_order, register_tensors, regroup_kernel_blocks
+from vllm_plugin.blocks import (
+    KVBlocks,
+    probe_cpu_order,
+    probe_order,
+    register_tensors,
+    regroup_kernel_blocks,
+    selected,
+)  # fmt: skip
 from vllm_plugin.geometry import Unsupported
 
 NUM_LAYERS = 3
@@ -149,6 +157,37 @@ def test_parts_of_other_shards_fill_the_layers_and_heads_that_they_share(where: 
                     block, place = divmod(first_token + token, block_tokens)
                     expected[layer - 1, table[block], head - 1, place] = elements[layer, token, head]
         assert np.array_equal(as_bytes(layers), expected)
+
+
+class Moved(TorchDispatchMode):
+    """Notes of what size the elements are that blocks are copied in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.itemsizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_select.default:
+            self.itemsizes.append(args[0].itemsize)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLNHC"])
+@pytest.mark.parametrize(
+    "content, ahead, itemsize", [(512, 0, 8), (656, 8, 8), (656, 4, 1), (66, 0, 1)],
+    ids=["K and V", "packed latents", "not aligned", "an odd size"],
+)  # fmt: skip
+def test_blocks_are_copied_in_words_of_eight_where_they_can_be(
+    order: str, content: int, ahead: int, itemsize: int
+) -> None:
+    (layer, *_) = tensors(2, 16, content, torch.uint8, order)
+    shifted = torch.zeros(layer.storage_offset() + layer.untyped_storage().nbytes() + ahead, dtype=torch.uint8)
+    memory = shifted.as_strided(layer.shape, layer.stride(), ahead).copy_(layer)
+    index = torch.tensor([5, 0, 3])
+    with Moved() as moved:
+        copy = selected(memory, index)
+    assert moved.itemsizes == [itemsize]
+    assert torch.equal(copy, layer[index]) and copy.stride() == layer.index_select(0, index).stride()
 
 
 def test_kernel_blocks_are_put_together_again() -> None:
