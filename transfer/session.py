@@ -121,6 +121,8 @@ class Node:
         made_with = TransportOptions(identity, options.hosts, access.tls, place, options.rdma)
         self._transports = make_transports(options.transports, memory, made_with)
         self._staging = [] if place is None else [Staging(place.driver, place.device) for _ in range(2)]
+        if self._staging:
+            self._staging[0].warm_up()
         for_sums, for_checks = self._staging or (None, None)
         self._executors = [DaemonThreads(1, f"mooncake-connector-{work}") for work in ("send", "verify", "pair")]
         self._thread = LoopThread("mooncake-connector-transfer")

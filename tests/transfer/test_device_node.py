@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
 from transfer.transports import registry, sender, wire
 from transfer.transports.base import TransferError
-from transfer.transports.cuda import fetched, landing, staged
+from transfer.transports.cuda import copier, fetched, landing, staged
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import DMA_BUF_SUPPORTED, Driver
 from transfer.transports.cuda.stage import Stage
@@ -75,6 +76,20 @@ def test_kv_goes_from_device_to_device(pair, library, granularity):
     d.check()
     assert {ended.transport for ended in p.sent()} == {"cuda_ipc"}
     assert library.calls["cuMemcpyAsync"] > 0
+
+
+def test_the_kernel_is_compiled_when_a_node_starts_and_not_by_its_first_transfer(pair, monkeypatch):
+    widths = []
+
+    def prepare(width):
+        widths.append(width)
+        raise RuntimeError("no compiler here: pieces go one by one")
+
+    monkeypatch.setattr(copier, "_kernels", lambda: SimpleNamespace(prepare=prepare))
+    p, d = pair(Granularity.FULL, (0, 0), prefill_tp=1)
+    assert widths == [16, 16], "that of whole words"
+    assert ask(p, d) == {Ending.DONE}
+    d.check()
 
 
 @pytest.mark.parametrize("devices, transport", [((0, 0), "cuda_ipc"), ((None, 0), "shm"), ((None, 0), "tcp")])

@@ -54,8 +54,19 @@ class Copier:
             self._driver.call("cuStreamDestroy_v2", self._stream)
         self._room(0)
 
+    def warm_up(self) -> None:
+        """Compile what copies of whole words take, for all copiers of this process: it may take a second, for which no
+        transfer should wait."""
+        kernels = _kernels()
+        if kernels is None:
+            return
+        try:
+            self._prepare(kernels, MAX_WIDTH)
+        except Exception as error:  # see `plan`
+            self._say(error)
+
     def plan(self, source: Int64, destination: Int64, nbytes: Int64) -> list[Callable[[], object]]:
-        """For `run`: copy `nbytes[i]` bytes from `source[i]` to `destination[i]`; it may take a compiler's time.
+        """For `run`: copy `nbytes[i]` bytes from `source[i]` to `destination[i]`; what was not compiled is now.
 
         All must be memory that the device reaches: a wrong address ends the device's work for the whole process.
         """
@@ -65,7 +76,7 @@ class Copier:
         try:
             return self._plan_launches(kernels, launches(source, destination, nbytes))
         except Exception as error:  # Triton has a compiler, a cache and tools of its own
-            log_once("transfer.cuda", "no copy kernel, pieces go one by one: %s", error, logger=logger, exc_info=True)
+            self._say(error)
             return self.plan_each(source, destination, nbytes)
 
     def plan_each(self, source: Int64, destination: Int64, nbytes: Int64) -> list[Callable[[], object]]:
@@ -101,12 +112,20 @@ class Copier:
             table = self._table[place : place + part.table.size]
             table[:] = part.table.ravel()
             place += len(table)
-            if part.width not in self._prepared:
-                with self._driver.on(self._device):
-                    self._prepared[part.width] = kernels.prepare(part.width)
-            start, chunks = self._prepared[part.width], part.table.shape[1]
+            start, chunks = self._prepare(kernels, part.width), part.table.shape[1]
             starts.append(functools.partial(start, table.ctypes.data, chunks, self._stream.value or 0))
         return starts
+
+    def _prepare(self, kernels: Any, width: int) -> Callable[[int, int, int], None]:
+        if width not in self._prepared:
+            with self._driver.on(self._device):
+                self._prepared[width] = kernels.prepare(width)
+        return self._prepared[width]
+
+    @staticmethod
+    def _say(error: Exception) -> None:
+        """While it is handled."""
+        log_once("transfer.cuda", "no copy kernel, pieces go one by one: %s", error, logger=logger, exc_info=True)
 
     def _room(self, words: int) -> None:
         """Let the table have so many, of page-locked memory."""
@@ -131,6 +150,10 @@ class Staging:
         self._driver, self._device, self._nbytes = driver, device, nbytes
         self._copier = Copier(driver, device)
         self._address = driver.lock_pages(device, nbytes)
+
+    def warm_up(self) -> None:
+        """See `Copier`."""
+        self._copier.warm_up()
 
     def read(self, addresses: Int64, nbytes: Int64) -> Iterator[ctypes.Array[Any]]:
         """The bytes of these pieces of the device, one after the other; each part is valid until the next one.
