@@ -44,6 +44,7 @@ from sglang_backend.pd.asking import Asking
 from sglang_backend.pd.aux_rows import AuxRows
 from sglang_backend.pd.layout import Place, RankMemory
 from sglang_backend.pd.lines import TransferLines
+from sglang_backend.speed import steps
 from sglang_backend.targets import in_force
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
@@ -63,7 +64,8 @@ _PATIENCE_S, _IMPATIENT_S = 0.2, 5.0
 nothing it does not wait for any for a while: requests may name as many as they like."""
 _GIVE_WAY_S = 0.001
 _IDLE_PASS_S = 0.002
-"""A pass of the scheduler's loop that is over sooner has computed nothing."""
+"""A pass of the scheduler's loop that is over sooner, and ended no step, has computed nothing. A step may be as short
+on a GPU, and one that takes longer may be under way."""
 _GONE_S = 0.1
 """A room that does not ask for so long has ended; another one waits from then on."""
 
@@ -97,7 +99,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         _refuse_what_is_not_served(args, disaggregation_mode)
         self._parties: dict[Outgoing | Incoming, Party] = {}
         self._given_up: list[tuple[int, Incoming]] = []
-        self._waiting_room, self._waited_s, self._patient_from_s = -1, 0.0, 0.0
+        self._waiting_room, self._waited_s, self._waited_steps, self._patient_from_s = -1, 0.0, 0, 0.0
         self.asking = Asking()
         self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
         self._is_started = False
@@ -246,9 +248,10 @@ class MooncakeConnectorKVManager(CommonKVManager):
         now_s = time.monotonic()
         if room != self._waiting_room and now_s - self._waited_s < _GONE_S:
             return
-        if room == self._waiting_room and now_s - self._waited_s < _IDLE_PASS_S:
+        is_idle = steps.ended == self._waited_steps and now_s - self._waited_s < _IDLE_PASS_S
+        if room == self._waiting_room and is_idle:
             time.sleep(_GIVE_WAY_S)
-        self._waiting_room, self._waited_s = room, time.monotonic()
+        self._waiting_room, self._waited_s, self._waited_steps = room, time.monotonic(), steps.ended
 
     def unwatch(self, transfer: Outgoing | Incoming) -> None:
         self._parties.pop(transfer, None)
