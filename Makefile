@@ -71,7 +71,7 @@ demo-engines: vllm sglang
 
 test: setup
 	@tests/tools/system_packages.sh $(REQUIREMENTS)/rdma-system.txt
-	@$(DEV)/bin/python tests/tools/run.py e2e pd slow vllm sglang-pd e2e-sglang transfer rdma store tiers sglang vllm-0.33 triton-3.6 python-3.12 lowest lint
+	@$(DEV)/bin/python tests/tools/run.py e2e pd slow vllm sglang-pd e2e-sglang transfer rdma store tiers sglang vllm-0.33 triton-3.6 gpu-stand-in python-3.12 lowest lint
 
 test-fast: system-packages $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py transfer store

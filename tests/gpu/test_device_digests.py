@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import xxhash
-from gpu.device import DEVICE, require
+from gpu.device import DEVICE, require, where
 
 require()
 torch = pytest.importorskip("torch")
@@ -17,7 +17,7 @@ def test_they_are_what_xxhash_gives(nbytes):
 
     torch.cuda.set_device(DEVICE)
     step = -(-(nbytes + digests.sums_nbytes(nbytes)) // 256) * 256
-    memory = torch.randint(0, 256, (3 * step,), dtype=torch.uint8, device=torch.device("cuda", DEVICE))
+    memory = torch.randint(0, 256, (3 * step,), dtype=torch.uint8, device=where())
     order = [2, 0, 1]
     pages = torch.tensor([memory.data_ptr() + number * step for number in order], device=memory.device)
     table = torch.from_numpy(digests.constants()).to(memory.device)

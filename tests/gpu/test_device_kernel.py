@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gpu.device import DEVICE, require
+from gpu.device import DEVICE, require, where
 
 from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout
 from vllm_plugin.device.permutation import Permutation, columns, runs
@@ -28,9 +28,7 @@ def blocks(fmt, block_tokens, order):
     """All blocks as `[L, B, H, N, C]` of bytes, in an order of memory, and where they lie."""
     content = (fmt.k_dim + fmt.v_dim) * fmt.itemsize
     sizes = {"L": NUM_LAYERS, "B": NUM_BLOCKS, "H": fmt.num_heads, "N": block_tokens, "C": content}
-    memory = torch.randint(
-        0, 256, [sizes[axis] for axis in order], dtype=torch.uint8, device=torch.device("cuda", DEVICE)
-    )
+    memory = torch.randint(0, 256, [sizes[axis] for axis in order], dtype=torch.uint8, device=where())
     logical = memory.permute([order.index(axis) for axis in "LBHNC"])
     layer, block, head, token, _ = logical.stride()
     k_nbytes = fmt.k_dim * fmt.itemsize
@@ -105,7 +103,7 @@ def test_an_address_that_is_a_multiple_of_8_alone_is_no_error():
 
     torch.cuda.set_device(DEVICE)
     fmt = PageFormat(1, 16, 2, 64, 64, 2)
-    memory = torch.zeros(1 << 16, dtype=torch.uint8, device=torch.device("cuda", DEVICE))
+    memory = torch.zeros(1 << 16, dtype=torch.uint8, device=where())
     page = torch.randint(0, 256, (fmt.nbytes,), dtype=torch.uint8, device=memory.device)
     _, layout = blocks(replace(fmt, num_layers=NUM_LAYERS), 16, "LBNHC")
     layout = replace(layout, layer_addresses=(memory.data_ptr() + 8,), num_blocks=1)

@@ -1,13 +1,29 @@
 """What serves memory of a device does there what every transport must."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
-from gpu.device import DeviceBuffer, DeviceCudaIpc, DeviceShm, DeviceTcp, require
+from gpu.device import STAND_IN, DeviceBuffer, DeviceCudaIpc, DeviceShm, DeviceTcp, allocate, require, windows_of
 
 from transfer.testing.conformance import TransportConformance
 
 require()
 pytestmark = pytest.mark.gpu
+
+
+def test_memory_in_expandable_segments_cannot_be_shared():
+    """So `cuda_ipc` refuses it with that reason, and vLLM starts no connector with them."""
+    assert windows_of(allocate(1 << 20), 1 << 20) == 1
+    if STAND_IN:
+        pytest.skip("the driver itself has to say so")
+    said = "import torch; from gpu.device import windows_of; t = torch.zeros(64 << 20, device='cuda'); "
+    said += "print(windows_of(t.data_ptr(), t.nbytes))"
+    variables = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    found = subprocess.run([sys.executable, "-c", said], env=variables, capture_output=True, text=True, timeout=120)
+    assert found.stdout == "0\n", found.stderr
 
 
 class Large:

@@ -197,7 +197,7 @@ class Library:
         whole = address % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == flags == 0 < nbytes and kind == 1
         if not whole or not all(self._touches(page, mmap.PAGESIZE) for page in pages):
             return INVALID_VALUE
-        out._obj.value = os.memfd_create("dma-buf")
+        out._obj.value = os.memfd_create("dmabuf")
         self.dma_bufs[os.fstat(out._obj.value).st_ino] = address, nbytes
         return 0
 

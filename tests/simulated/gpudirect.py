@@ -22,7 +22,7 @@ def num_descriptors() -> int:
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the listing itself
-            count += "dma-buf" in os.readlink(f"/proc/self/fd/{name}")
+            count += "dmabuf" in os.readlink(f"/proc/self/fd/{name}")
     return count
 
 

@@ -142,6 +142,8 @@ STAGES = {
         variables={"PYTHONPATH": str(TRITON)},
         needs=TRITON / ".made",
     ),
+    # tests/gpu where no GPU is, so that they go on fitting what they call (gpu/device.py).
+    "gpu-stand-in": Stage([pytest(VLLM, "tests/gpu")], limit_s=900, variables={"TRITON_INTERPRET": "1"}),
     # The Python of engines' images, and on the oldest the lowest versions that pyproject.toml declares.
     "python-3.12": other_python(NEW_PYTHON),
     "lowest": other_python(LOWEST),
