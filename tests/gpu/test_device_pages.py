@@ -96,7 +96,7 @@ def test_blocks_are_copied_aside_from_layers_beyond_what_32_bits_count(gib, caps
         pytest.skip(f"NO {gib + 1} GiB free on this GPU, so this was not tried")
     num_blocks = int(gib * 2**30) // block
     chosen = np.linspace(0, num_blocks - 1, chosen_nbytes // block).astype(int).tolist()
-    layer = torch.zeros((num_blocks, 2, 64, 512), dtype=torch.uint8, device=where())
+    layer = torch.zeros((num_blocks, 64, 2, 512), dtype=torch.uint8, device=where()).permute(0, 2, 1, 3)  # LBNHC
     layer[chosen] = torch.randint(0, 256, (len(chosen), 2, 64, 512), dtype=torch.uint8, device=where())
     blocks = KVBlocks([layer], Shard(0, 1, 0, 2), PageFormat(1, PAGE_TOKENS, 2, 128, 128, 2), None)
     torch.cuda.synchronize(DEVICE)
@@ -109,7 +109,7 @@ def test_blocks_are_copied_aside_from_layers_beyond_what_32_bits_count(gib, caps
     assert torch.equal(copies._tensors[0], layer[chosen])
     took_ms = statistics.median(seconds) * 1e3
     with capsys.disabled():
-        print(f"\n{chosen_nbytes >> 20} MiB copied aside out of {gib:.3g} GiB: {took_ms:.2f} ms; 1 expected")
+        print(f"\n{chosen_nbytes >> 20} MiB copied aside out of {gib:.3g} GiB: {took_ms:.2f} ms; 0.4 expected")
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -160,34 +160,34 @@ def test_parts_of_other_shards_fill_the_layers_and_heads_that_they_share(where: 
 
 
 class Moved(TorchDispatchMode):
-    """Notes of what size the elements are that blocks are copied in."""
+    """Notes how blocks are copied: in how many dimensions, and of what size the elements are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.itemsizes: list[int] = []
+        self.found: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index_select.default:
-            self.itemsizes.append(args[0].itemsize)
+            self.found.append((args[0].dim(), args[0].itemsize))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLNHC"])
 @pytest.mark.parametrize(
-    "content, ahead, itemsize", [(512, 0, 8), (656, 8, 8), (656, 4, 1), (66, 0, 1)],
-    ids=["K and V", "packed latents", "not aligned", "an odd size"],
-)  # fmt: skip
-def test_blocks_are_copied_in_words_of_eight_where_they_can_be(
-    order: str, content: int, ahead: int, itemsize: int
+    "content, ahead, of_rows, of_others", [(512, 0, 8, 8), (656, 8, 8, 8), (656, 4, 1, 1), (33, 0, 8, 1), (2, 0, 8, 1)]
+)
+@pytest.mark.parametrize("order, dims", [("LBHNC", 2), ("LBNHC", 2), ("BLNHC", 2), ("BHLNC", 4), ("LHBNC", 4)])
+def test_blocks_are_copied_in_rows_where_they_lie_in_one_piece_and_in_words_of_eight(
+    order: str, dims: int, content: int, ahead: int, of_rows: int, of_others: int
 ) -> None:
-    (layer, *_) = tensors(2, 16, content, torch.uint8, order)
-    shifted = torch.zeros(layer.storage_offset() + layer.untyped_storage().nbytes() + ahead, dtype=torch.uint8)
-    memory = shifted.as_strided(layer.shape, layer.stride(), ahead).copy_(layer)
+    (layer, *_) = tensors(3, 16, content, torch.uint8, order)
+    larger = torch.zeros(layer.untyped_storage().nbytes() + ahead, dtype=torch.uint8)
+    memory = larger.as_strided(layer.shape, layer.stride(), ahead).copy_(layer)
     index = torch.tensor([5, 0, 3])
     with Moved() as moved:
         copy = selected(memory, index)
-    assert moved.itemsizes == [itemsize]
-    assert torch.equal(copy, layer[index]) and copy.stride() == layer.index_select(0, index).stride()
+    assert moved.found == [(dims, of_rows if dims == 2 else of_others)]
+    assert torch.equal(copy, layer[index])
+    assert dims == 4 or copy.stride()[1:] == layer.stride()[1:]
 
 
 def test_kernel_blocks_are_put_together_again() -> None:
