@@ -26,7 +26,7 @@ from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.device import opening
 from vllm_plugin.device.opening import Device
 from vllm_plugin.device.pages import DevicePages
-from vllm_plugin.device.pipe import LANES
+from vllm_plugin.device.pipe import ALIGNMENT, FEWEST_LANES, MOST_LANES, aligned, lanes_for
 
 OWN = Shard(1, 4, 1, 3)
 FMT = PageFormat(num_layers=3, page_tokens=16, num_heads=2, k_dim=8, v_dim=4, itemsize=2)
@@ -160,6 +160,15 @@ def smallest(kernel: Any) -> Moved:
     return all_of
 
 
+@pytest.mark.parametrize("pages, lanes", [(0, 2), (1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
+def test_a_pipe_has_lanes_for_a_page_each(pages: int, lanes: int) -> None:
+    page_nbytes = 20_000_000
+    count, nbytes = lanes_for(pages * page_nbytes + 4 * ALIGNMENT * bool(pages), page_nbytes)
+    assert count == lanes and nbytes % ALIGNMENT == 0
+    assert count * nbytes <= max(pages, FEWEST_LANES) * page_nbytes * 17 / 16 + MOST_LANES * 4 * ALIGNMENT
+    assert nbytes >= aligned(page_nbytes) + aligned(-(-page_nbytes // 1024) * 64), "a page, and what its digest needs"
+
+
 def test_lanes_are_used_again_only_when_they_are_through(kernel: Any) -> None:
     all_of = smallest(kernel)
     pages = [page_of(FMT, number) for number in range(NUM_PAGES)]
@@ -168,7 +177,7 @@ def test_lanes_are_used_again_only_when_they_are_through(kernel: Any) -> None:
         all_of.pages.load_page(OWN, table, 0, page, 0)
         all_of.plain.load_page(OWN, table, 0, page, 0)
     done = sum(runs for into, runs in all_of.stand_in.launched if into)
-    assert 0 < done == 2 * (NUM_PAGES - LANES), "two blocks a page, and the last pages wait"
+    assert 0 < done == 2 * (NUM_PAGES - FEWEST_LANES), "two blocks a page, and the last pages wait"
     assert all_of.pages.settle_loads() == list(map(digest, pages))
     assert all_of.agrees()
 
@@ -380,7 +389,7 @@ def test_a_device_without_room_leaves_the_slow_way_and_nothing_behind(
     stand_in = StandIn(kernel)
     for good in range(5):
         stand_in.library.fail = {call: good}
-        opened = opening.open_device(torch.device("cpu"), stand_in.locks_for(None), 1 << 20, FMT.nbytes)
+        opened = opening.open_device(torch.device("cpu"), stand_in.locks_for(None), 1, FMT.nbytes)
         if opened is not None:
             opened.close()
         assert (opened is None) == (good < (1 if call == "cuMemAlloc_v2" else 4))

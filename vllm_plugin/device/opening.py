@@ -7,6 +7,7 @@ can be made for) pages go the slow way through host memory, and one line of the 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.device.page_locks import PageLocks
 from vllm_plugin.device.pages import DevicePages
 from vllm_plugin.device.permutation import Permutation
-from vllm_plugin.device.pipe import Digester, Permuter, Pipe, aligned, pipe_nbytes
+from vllm_plugin.device.pipe import Digester, Permuter, Pipe, aligned, lanes_for
 
 if TYPE_CHECKING:
     from vllm_plugin.device import digests
@@ -65,7 +66,8 @@ class Device:
 
     def __init__(self, where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int) -> None:
         self._where, self._driver, self._ordinal = where, locks.driver, where.index or 0
-        each = pipe_nbytes(slab_nbytes // _WAYS, page_nbytes)
+        lanes = lanes_for(slab_nbytes // _WAYS, page_nbytes)
+        each = math.prod(lanes)
         slab = self._driver.allocate(self._ordinal, _WAYS * each)
         self._memory = [slab]
         self._starts: dict[tuple[Permutation, int, bool], Start] = {}
@@ -75,9 +77,9 @@ class Device:
         self._compiling = threading.Lock()
         with contextlib.ExitStack() as undone:
             undone.callback(self._driver.free, self._ordinal, slab)
-            self.loads = Pipe(self._driver, self._ordinal, slab, each, locks, into_blocks=True)
+            self.loads = Pipe(self._driver, self._ordinal, slab, lanes, locks, into_blocks=True)
             undone.callback(self.loads.close)
-            self.saves = Pipe(self._driver, self._ordinal, slab + each, each, locks, into_blocks=False)
+            self.saves = Pipe(self._driver, self._ordinal, slab + each, lanes, locks, into_blocks=False)
             undone.pop_all()
 
     def pages(self, blocks: KVBlocks, shard: Shard, fmt: PageFormat) -> DevicePages | None:

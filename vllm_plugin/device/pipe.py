@@ -1,8 +1,8 @@
 """Pages on their way between host memory and an engine's KV blocks on a device.
 
 A page crosses the link in one piece, by DMA into or out of a slab of device memory, and a kernel moves a batch of such
-pages between the slab and the blocks. The slab is two lanes, each with a stream of its own: while one lane's pages are
-on the link, the kernel works on the other's. Nothing is ordered but by these streams, and nothing else is waited for.
+pages between the slab and the blocks. The slab is a few lanes, each with a stream of its own: while some lanes' pages
+are on the link, the kernel works on another's. Nothing is ordered but by these streams, and nothing else is waited for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LANES = 2
+FEWEST_LANES, MOST_LANES = 2, 4
+"""With more of them the link has more to do while pages are reserved and published; a lane holds one page at least."""
 ALIGNMENT = 256
 """Of a page's place in the slab, so that it suits any word."""
 _TABLE_WORDS = 16384
@@ -42,13 +43,15 @@ _CLOSE_S = 2.0
 """Longest wait at the end: after that the device hangs, and what it holds stays."""
 
 
-def pipe_nbytes(nbytes: int, page_nbytes: int) -> int:
-    """Of a pipe whose lanes hold so many bytes of pages in all, or one page each if that is more.
+def lanes_for(nbytes: int, page_nbytes: int) -> tuple[int, int]:
+    """How many lanes a pipe has that hold so many bytes of pages in all, and the bytes of each.
 
-    Digests need a sixteenth beside that.
+    They are as many as have room for a page each, or if that is less than the fewest, these. Digests need a sixteenth
+    beside the pages.
     """
-    pages = max(nbytes // LANES, aligned(page_nbytes))
-    return LANES * (aligned(pages + pages // 16) + ALIGNMENT)
+    count = max(FEWEST_LANES, min(MOST_LANES, nbytes // aligned(page_nbytes)))
+    pages = max(nbytes // count, aligned(page_nbytes))
+    return count, aligned(pages + pages // 16) + ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,14 +239,14 @@ class Pipe:
 
     Args:
         device: the driver's number of it.
-        slab: address in device memory, a multiple of 256; `nbytes` of it are this pipe's.
+        slab: address in device memory, a multiple of 256, of as many lanes as `lanes_for` says.
         locks: which memory of the host the device reaches. Pages elsewhere are copied once more.
         begun, settled: pages that were begun so far, and the first of them that were settled. A page's turn is which
             one of them it is, from 1 on.
     """
 
     def __init__(
-        self, driver: Driver, device: int, slab: int, nbytes: int, locks: PageLocks, *, into_blocks: bool
+        self, driver: Driver, device: int, slab: int, lanes: tuple[int, int], locks: PageLocks, *, into_blocks: bool
     ) -> None:
         self._driver, self._device, self._locks, self._into_blocks = driver, device, locks, into_blocks
         self._lock = threading.Lock()
@@ -254,11 +257,11 @@ class Pipe:
         """Of those that are through and not settled."""
         self._failed = ""
         """What the driver, or a launcher, refused since something is under way."""
-        each = nbytes // LANES // ALIGNMENT * ALIGNMENT
+        count, each = lanes
         self._most_nbytes = each
         self._lanes: list[_Lane] = []
         try:
-            for number in range(LANES):
+            for number in range(count):
                 self._lanes.append(_Lane(driver, device, slab + number * each, each))
         except CudaError:
             self.close()
