@@ -8,6 +8,10 @@ _WEIGHT = 0.2
 """Of the newest measurement."""
 _KEEPS_S = 60.0
 """An older measurement says nothing any more: the next pages are fetched whatever it was, and measured."""
+_SEVERAL = 4.0
+"""So many times slower than before is sudden: this process may have stood still, and the tier be as fast as ever."""
+_DOUBTED_S = 1.0
+"""A sudden measurement is believed for so long, and for twice as long each time that there is another soon."""
 
 
 class Speed:
@@ -15,7 +19,9 @@ class Speed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._measured_at = float("-inf")
+        self._measured_at = self._doubted_at = float("-inf")
+        self._keeps_s = _KEEPS_S
+        self._doubt_s = _DOUBTED_S
         self.latency_s = 0.0
         self.bandwidth: float | None = None
         """Bytes a second of all reads together that are under way at once; None: not measured yet."""
@@ -23,21 +29,38 @@ class Speed:
     def answered(self, seconds: float) -> None:
         """A question, which moves no pages, took so long."""
         with self._lock:
-            self.latency_s += (seconds - self.latency_s) * (_WEIGHT if self.latency_s else 1.0)
+            if self.latency_s:
+                self.latency_s += (min(seconds, _SEVERAL * self.latency_s) - self.latency_s) * _WEIGHT
+            else:
+                self.latency_s = seconds
 
     def read(self, nbytes: int, seconds: float, at_once: float, now: float) -> None:
         """`nbytes` came in `seconds`, while `at_once` reads (this one counted) were under way."""
         with self._lock:
+            if now - seconds < self._doubted_at:
+                return  # it was under way with the one that is doubted, and slow for the same reason
             moving_s = max(seconds - self.latency_s, seconds / 10, 1e-9)
-            measured = nbytes * max(1.0, at_once) / moving_s
-            stale = self.bandwidth is None or now - self._measured_at > _KEEPS_S
-            self.bandwidth = measured if stale else _mean(self.bandwidth or measured, measured)
+            measured, known = nbytes * max(1.0, at_once) / moving_s, self.bandwidth
+            sudden = known is not None and measured < known / _SEVERAL
+            decides = known is None or self._is_stale(now) or (self._keeps_s < _KEEPS_S and not sudden)
+            self.bandwidth = measured if known is None or decides else _mean(known, measured)
+            self._keeps_s = self._doubt(now) if sudden else _KEEPS_S
             self._measured_at = now
+
+    def _doubt(self, now: float) -> float:
+        """For how long it is believed."""
+        again = now - self._doubted_at < 2 * _KEEPS_S
+        self._doubt_s = min(2 * self._doubt_s, _KEEPS_S) if again else _DOUBTED_S
+        self._doubted_at = now
+        return self._doubt_s
+
+    def _is_stale(self, now: float) -> bool:
+        return now - self._measured_at > self._keeps_s
 
     def expected_s(self, nbytes: int, now: float) -> float | None:
         """Seconds until so many bytes would be here, those counted that are waited for already; None: not known."""
         with self._lock:
-            if self.bandwidth is None or now - self._measured_at > _KEEPS_S:
+            if self.bandwidth is None or self._is_stale(now):
                 return None
             return self.latency_s + nbytes / self.bandwidth
 

@@ -133,6 +133,49 @@ def test_what_was_measured_long_ago_is_not_known_any_more():
     assert speed.bandwidth == pytest.approx(1000), "what was before does not count"
 
 
+def test_who_stood_still_takes_the_tier_to_be_slow_for_a_second():
+    speed = Speed()
+    speed.read(1_000_000, 0.001, 1, 0.0)
+    for _ in range(4):
+        speed.read(1_000_000, 3.0, 4, 3.0)
+    assert (speed.expected_s(1_000_000, 3.9) or 0.0) > 0.05
+    assert speed.expected_s(1_000_000, 4.1) is None, "so it is tried"
+    speed.read(1_000_000, 0.001, 1, 4.2)
+    assert speed.expected_s(1_000_000, 60.0) == pytest.approx(0.001)
+
+
+def test_a_tier_that_becomes_slow_is_known_to_be_so_after_a_few_tries():
+    speed, now, tries = Speed(), 0.0, 0
+    speed.read(1_000_000, 0.001, 1, now)
+    while now < 300.0:
+        if (expected_s := speed.expected_s(1_000_000, now)) is None or expected_s < 0.5:
+            tries, now = tries + 1, now + 1.0
+            speed.read(1_000_000, 1.0, 1, now)
+        now += 0.1
+    assert tries <= 8 and speed.bandwidth == pytest.approx(1e6), "three at first, then once a minute"
+
+
+def test_a_tier_that_is_slow_each_time_it_is_trusted_is_tried_ever_more_seldom():
+    speed, now, turns = Speed(), 0.0, 0
+    while now < 1000.0:
+        if speed.expected_s(1_000_000, now) is None:
+            turns += 1
+            speed.read(1_000_000, 0.001, 1, now)
+            speed.read(1_000_000, 1.0, 1, now + 1.1)
+        now += 1.0
+    assert turns < 30
+
+
+def test_one_question_that_took_long_says_little_of_the_next():
+    speed = Speed()
+    speed.answered(0.001)
+    speed.answered(3.0)
+    assert speed.latency_s < 0.002
+    for _ in range(60):
+        speed.answered(3.0)
+    assert speed.latency_s == pytest.approx(3.0, rel=1e-2), "what goes on is learned"
+
+
 @pytest.mark.parametrize(("expected_s", "tokens", "speed", "worth"), [
     (None, 64, 1000.0, True), (1.0, 64, None, True), (1.0, 1000, 1000.0, True), (1.01, 1000, 1000.0, False),
     (0.01, 1000, 1e9, False),
