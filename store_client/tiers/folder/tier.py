@@ -45,7 +45,6 @@ class SharedFolder(Tier):
 
     needs_mac = True
     parallel = 4
-    batch_nbytes = 32 << 20  # half of it, and threads that have no page of a batch left wait for a third of the time
 
     def __init__(self, settings: FolderTier, pool_name: str = "") -> None:
         self._title, self._root = f"tier {settings.title}", settings.path.expanduser()

@@ -39,7 +39,6 @@ class MooncakeCluster(Tier):
     or no master is named.
     """
 
-    batch_nbytes = 32 << 20  # half of it, and the agent's own work for a batch takes a tenth of the speed
     parallel = 3  # with two the cluster waits while both are verified and published
 
     def __init__(self, settings: MooncakeTier, pool_name: str = "") -> None:

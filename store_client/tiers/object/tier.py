@@ -27,7 +27,6 @@ class ObjectStore(Tier):
     """The tier `object`. Opening it asks the store once, so that wrong credentials, a missing bucket or an address
     where nothing answers are known at once (TierError)."""
 
-    batch_nbytes = 32 << 20
     parallel = 4
     needs_mac = True
 
