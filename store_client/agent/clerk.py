@@ -1,19 +1,18 @@
 """One thread of the usual weight, for what threads that give way do while others wait for them.
 
 A thread that gives way may be without a processor for a tenth of a second where engines keep all of them busy. What it
-holds meanwhile, they wait for. It comes in its turn, though, and interrupts nobody (SCHED_BATCH): an engine that reads
-a page would wait for it, while threads that give way run on the next core.
+holds meanwhile, they wait for. It interrupts nobody either, though.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar
+
+from store_client.tiers.workers import interrupt_nobody
 
 T = TypeVar("T")
 
@@ -41,8 +40,7 @@ class Clerk:
             del done  # an exception in it would hold this frame, and so all that `do` holds
 
     def _run(self) -> None:
-        with suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # on Linux it is the thread's own
+        interrupt_nobody()
         while (item := self._work.get()) is not None:
             do, done = item
             try:

@@ -26,6 +26,14 @@ def give_way(niceness: int = NICENESS) -> None:
     """
     with contextlib.suppress(OSError):  # forbidden, in a container
         os.nice(niceness)  # on Linux it is the thread's own
+    interrupt_nobody()
+
+
+def interrupt_nobody() -> None:
+    """Have the calling thread, and those that it starts, come in their turn (SCHED_BATCH): one that wakes, as after
+    each read of a disk, else takes the core from an engine that reads a page, for as long as several such reads."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # the weight stays
 
 
 class _Batch(Generic[T]):

@@ -225,14 +225,19 @@ def test_where_no_thread_can_be_started_a_job_is_refused(monkeypatch):
     assert Lane("test", 2).run(lambda: None, lambda _: None) == "threads"
 
 
-@pytest.mark.parametrize(("urgent", "given"), [(False, 10), (True, 0)])
-def test_threads_that_move_bytes_give_way_and_those_that_somebody_waits_for_do_not(urgent, given):
-    own, seen = os.getpriority(os.PRIO_PROCESS, 0), SimpleQueue[int]()
-    lane = Lane("test", 1, urgent=urgent)
-    assert not lane.run(lambda: seen.put(os.getpriority(os.PRIO_PROCESS, 0)), lambda _: None)
-    assert seen.get(timeout=120) == min(own + given, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
-    assert lane.close(time.monotonic() + 120)
+def turn() -> tuple[int, int]:
+    """Of the calling thread: its weight, and whether it interrupts others when it wakes."""
+    return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+
+
+def test_threads_that_move_bytes_give_way_and_those_that_somebody_waits_for_do_not():
+    own, seen = turn(), SimpleQueue[tuple[int, int]]()
+    for urgent, expected in ((False, (min(own[0] + 10, 19), os.SCHED_BATCH)), (True, own)):
+        lane = Lane("test", 1, urgent=urgent)
+        assert not lane.run(lambda: seen.put(turn()), lambda _: None)
+        assert seen.get(timeout=120) == expected
+        assert lane.close(time.monotonic() + 120)
+    assert turn() == own
 
 
 def test_a_clerk_returns_and_raises_what_it_was_given_in_a_thread_of_its_own():
@@ -244,9 +249,6 @@ def test_a_clerk_returns_and_raises_what_it_was_given_in_a_thread_of_its_own():
 
 
 def test_a_clerk_has_the_usual_weight_and_interrupts_nobody():
-    def turn() -> tuple[int, int]:
-        return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
-
     own = turn()
     assert Clerk("test").run(turn) == (own[0], os.SCHED_BATCH)
     assert turn() == own

@@ -17,10 +17,12 @@ PATIENT_S = 120.0
 
 
 def test_workers_give_way_and_nobody_else_does():
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    workers = Workers("test", 1)
-    assert workers.run([lambda: os.getpriority(os.PRIO_PROCESS, 0)], PATIENT_S) == [min(own + 10, 19)]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    def turn() -> tuple[int, int]:
+        return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+
+    own, workers = turn(), Workers("test", 1)
+    assert workers.run([turn], PATIENT_S) == [(min(own[0] + 10, 19), os.SCHED_BATCH)]
+    assert turn() == own
     workers.close()
 
 
