@@ -10,24 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agent.processes import is_alive, pid_of, used_by_one
 from agent.stand_in import configured, space_of, tiered, until
-from agent.test_process import is_alive, pid_of, used_by_one
-from causes import forget_causes
 
 from mooncake_connector.config.schema import Config
 from store_client import Put
-from store_client.agent import start
 from store_client.agent.tiered import TieredStore
 from store_client.agent.visit import ask_report, ask_to_stop
 from store_client.testing import DEADLINE_S, chain, get_page, page_bytes, put_chain
 
 
 @pytest.fixture
-def hosts(pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Config]]:
+def hosts(pool: Path, tmp_path: Path, quick: None) -> Iterator[list[Config]]:
     """Their configurations."""
-    forget_causes()
-    monkeypatch.setattr(start, "_FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(start, "_LONGEST_PAUSE_S", 0.1)
     secret = tmp_path / "secret"
     secret.write_text("a secret of the deployment")
     secret.chmod(0o600)

@@ -13,8 +13,8 @@ from cases import every_runner
 from core import Core
 from pd import PROMPT, MakePair, decode_params, granted, last, node_of, prefill_params, run_all, transfers_of
 from simulated.waiting import wait_for
+from test_adapters import adapter, lora, write
 from test_pd_prefill import CHUNKED
-from test_tenants import adapter, lora, write
 
 import transfer.serving
 from vllm_plugin.weights import calls
