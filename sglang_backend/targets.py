@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -25,6 +26,18 @@ class Target:
     hook: Callable[..., Any] | None = None
     type: HookType = HookType.AROUND
     names: tuple[str, ...] = ()
+
+
+class _Nested:
+    """Our hooks around one function as one hook, each around those placed before it: SGLang warns of several."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hooks = [hook]
+
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for hook in self.hooks:
+            call = partial(hook, call)
+        return call(*args, **kwargs)
 
 
 def misfits(targets: Sequence[Target]) -> list[str]:
@@ -51,8 +64,14 @@ def misfit(target: Target) -> str | None:
 def place(targets: Sequence[Target]) -> None:
     """Register the hooks, each once in a process. SGLang applies them after the plugin has returned."""
     for target in targets:
-        if target.hook is not None and not _registered(target):
+        if target.hook is None or _registered(target):
+            continue
+        if target.type is not HookType.AROUND:
             HookRegistry.register(target.path, target.hook, target.type)
+        elif nested := next((hook for hook in _hooks(target) if isinstance(hook, _Nested)), None):
+            nested.hooks.append(target.hook)
+        else:
+            HookRegistry.register(target.path, _Nested(target.hook), target.type)
 
 
 def in_force(targets: Sequence[Target]) -> bool:
@@ -63,4 +82,9 @@ def in_force(targets: Sequence[Target]) -> bool:
 
 
 def _registered(target: Target) -> bool:
-    return any(hook is target.hook for _, hook, _ in HookRegistry._hooks.get(target.path, ()))
+    return any(target.hook in (hook.hooks if isinstance(hook, _Nested) else [hook]) for hook in _hooks(target))
+
+
+def _hooks(target: Target) -> list[Callable[..., Any]]:
+    """What anybody has registered for the function."""
+    return [hook for _, hook, _ in HookRegistry._hooks.get(target.path, ())]

@@ -246,7 +246,8 @@ _AUTHORIZED = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 class _Complaint:
-    """Tracebacks, but for that of a call of the server to itself: without a warm-up it may come before it listens."""
+    """Tracebacks, but for that of a call of the server to itself: without a warm-up it may come before it listens. And
+    that several hooks are around one function, of which SGLang warns with each start."""
 
     def __init__(self) -> None:
         self._is_of_call = False
@@ -254,4 +255,4 @@ class _Complaint:
     def __call__(self, line: str) -> bool:
         if line.startswith("["):
             self._is_of_call = "post-warmup freeze_gc failed" in line
-        return "Traceback (most recent" in line and not self._is_of_call
+        return "Multiple AROUND hooks" in line or ("Traceback (most recent" in line and not self._is_of_call)

@@ -12,6 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from models import checkpoint
@@ -80,6 +81,12 @@ def open_storage(host_pool: Any, *, pool: Path, **options: Any) -> Any:
     storage.register_mem_pool_host(host_pool)
     storage.on_host_pools_registered()
     return storage
+
+
+def placed_hooks() -> list[Any]:
+    """All that SGLang was given, those around one function each by itself."""
+    given = [hook for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks]
+    return [one for hook in given for one in getattr(hook, "hooks", [hook])]
 
 
 @contextmanager

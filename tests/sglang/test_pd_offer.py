@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from instances import server
+from instances import placed_hooks, server
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
 from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.disaggregation.common import conn
@@ -178,7 +178,7 @@ class TestAnotherSglang:
             BACKEND in TransferBackend._value2member_map_,
         ]
         assert all(parts) or not any(parts)
-        placed = [hook for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks]
+        placed = placed_hooks()
         assert all((target.hook in placed) == storage for target in plugin.TARGETS[1:] if target.hook)
         return storage, all(parts)
 

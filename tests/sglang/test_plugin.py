@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import sglang
 from causes import forget_causes
-from instances import server, storage_config
+from instances import placed_hooks, server, storage_config
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -31,9 +31,10 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 import sglang_backend
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, plugin
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, plugin, request_lines
 from sglang_backend.calls import our_backend
 from sglang_backend.hicache import MooncakeConnectorStorage
+from sglang_backend.targets import Target, in_force, place
 from sglang_backend.weights import in_memory
 
 DYNAMIC = {"backend_name": BACKEND, "module_path": BACKEND_MODULE, "class_name": BACKEND_CLASS}
@@ -100,9 +101,27 @@ class TestHowSglangFindsUs:
 
     def test_registering_again_changes_nothing(self):
         sglang_backend.register()
-        hooks = [hook for hooks in HookRegistry._hooks.values() for _, hook, _ in hooks]
+        hooks = placed_hooks()
         assert all(hooks.count(target.hook) == 1 for target in plugin.TARGETS if target.type is HookType.AFTER)
         assert hooks.count(plugin._reports_weights) == len(UPDATES)
+        assert hooks.count(request_lines._looks_up) == hooks.count(request_lines._loads) == 1
+
+    def test_no_function_has_two_hooks_around_it_of_which_sglang_would_warn(self):
+        around = [[kind for kind, _, _ in hooks].count(HookType.AROUND) for hooks in HookRegistry._hooks.values()]
+        assert max(around) == 1
+
+    def test_hooks_around_one_function_are_around_each_other(self, monkeypatch, unhooked):
+        def adds(letter):
+            return Target(f"{__name__}.spelled", hook=lambda call, word, **more: call(word + letter, **more) + letter)
+
+        monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(spelled=lambda word, end: word + end))
+        first, second = adds("a"), adds("b")
+        for targets in ((first,), (second,), (first, second)):
+            place(targets)
+        assert not in_force((first, second))
+        HookRegistry.apply_hooks()
+        assert in_force((first, second))
+        assert sys.modules[__name__].spelled("", end="-") == "ba-ab"
 
 
 class TestTheCommandLine:
