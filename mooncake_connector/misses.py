@@ -30,6 +30,7 @@ class Miss(str, enum.Enum):
     REFUSED = "refused"
     OTHER_NAMESPACE = "other_namespace"
     GROUPS_DISAGREE = "groups_disagree"
+    RANKS_DISAGREE = "ranks_disagree"
     LATE = "late"
     STALLED = "stalled"
     UNAVAILABLE = "unavailable"
@@ -96,6 +97,10 @@ _WORDS = {
     Miss.GROUPS_DISAGREE: Words(
         "there for full attention, but windows or states to go on from are missing",
         "give the pool a larger capacity, or set a larger state_budget for models with states",
+    ),
+    Miss.RANKS_DISAGREE: Words(
+        "found by one rank of SGLang and not by another, which did not look, or not in time, or is on another host",
+        "see the log of the other ranks; where they are on several hosts, ask each host's pool with `why --pool`",
     ),
     Miss.LATE: Words(
         "asked of a tier that did not answer, or did not bring it, in time",

@@ -92,16 +92,17 @@ class MooncakeConnectorStorage(HiCacheStorage):
         set_log_level(self._config.log_level)
         self._storage_config = storage_config
         self.metrics = Metrics(enabled=storage_config.enable_storage_metrics)
-        self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
-        self.logs_requests = self._config.log_requests and self._counts_lookups
+        self.counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
+        self.logs_requests = self._config.log_requests and self.counts_lookups
         """See :mod:`sglang_backend.request_lines`."""
         self._pool_metrics = PoolMetrics(self._config) if storage_config.enable_storage_metrics else None
         self._namespace: Namespace | None = None
         self._store: BackgroundStore | None = None
         self._movers = Movers()
         self._kv: StoredPool | None = None
+        self._sees_all_ranks = False
         self.missed = Missed()
-        self.records = Records(lambda: (self._store, self._kv, self._current_namespace()))
+        self.records = Records(lambda: (self._store, self._kv, self._current_namespace()), self._whole)
         self.loaded_tokens = 0
         """Of prompts, so far."""
         self.last_asked: int | None = None
@@ -128,6 +129,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._check_page_size(mem_pool_host)
         fmt = plain_format(mem_pool_host)
         identity = identify(self._config, self._storage_config, mem_pool_host, fmt)
+        self._sees_all_ranks = identity.shard is not None and identity.on_one_host
 
         def identified() -> None:
             self._namespace = identity.namespace()
@@ -181,7 +183,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._missed(why or Miss.GROUPS_DISAGREE, len(keys) - found)  # beyond what was wanted
         self._missed(Miss.BELOW_MIN_HIT, found - hits)
         view = self._kv.view
-        if self._counts_lookups and not self.metrics.repeats and view is not None:
+        if self.counts_lookups and not self.metrics.repeats and view is not None:
             view.record_lookup(hit_pages=hits, missed_pages=len(keys) - hits, page_tokens=page_tokens)
         return hits
 
@@ -193,7 +195,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         if pages > 0 and self._kv is not None:
             tokens = pages * self._kv.pages.page_slots
             self.missed.note(why, tokens)
-            if self._counts_lookups:
+            if self.counts_lookups:
                 self.metrics.missed(why, tokens)
 
     @contained(PoolTransferResult.empty)
@@ -359,6 +361,13 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return None
         return self._store.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
 
+    def _whole(self) -> ShardView | None:
+        """The model's own pool as all ranks of the instance have it together, where they are on this host."""
+        namespace = self._current_namespace()
+        if not self._sees_all_ranks or self._kv is None or namespace is None:
+            return None
+        return self._view(Shard(0, namespace.num_layers, 0, namespace.num_kv_heads), self._kv.pages.unit_nbytes, None)
+
     def _other(self, transfer: PoolTransfer) -> StoredPool | None:
         return self._kv if transfer.name == PoolName.KV else self._others.get(transfer.name)
 
@@ -382,7 +391,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return
         loaded = sum(arrived)
         self.loaded_tokens += loaded * self._kv.pages.page_slots
-        if self._counts_lookups:
+        if self.counts_lookups:
             self.metrics.hit(loaded * self._kv.pages.page_slots)
         if self.wanted():
             self._missed(Miss.LOAD_FAILED, len(arrived) - loaded)

@@ -145,11 +145,13 @@ class Identity:
         namespace: makes the namespace; may read all weight files, so it is called in the background.
         shard: of the model's own KV pool; None where that pool is opaque.
         own: why pages are not shared with vLLM; empty where they are. Part of the namespace.
+        on_one_host: whether the other ranks of the instance use the same pool.
     """
 
     namespace: Callable[[], Namespace]
     shard: Shard | None
     own: dict[str, Any] = field(default_factory=dict)
+    on_one_host: bool = False
 
 
 def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, fmt: PageFormat | None) -> Identity:
@@ -165,7 +167,7 @@ def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, f
     own = _own_settings(args, storage, pool)
     if shard is None:
         own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
-    return Identity(lambda: _namespace(config, args, model, pool, fmt, own), shard, own)
+    return Identity(lambda: _namespace(config, args, model, pool, fmt, own), shard, own, args.nnodes == 1)
 
 
 def opaque_pool(name: str, storage: HiCacheStorageConfig, pool: HostKVCache, *, replicated: bool) -> dict[str, Any]:

@@ -29,10 +29,20 @@ from store_client.kept import Seen
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _NOBODY = "__storage_hit_query__"
 """In whose name SGLang asks only what is there."""
+_ASKED = "_mooncake_connector_asked"
+"""On an operation of SGLang's, from its lookup until all ranks have said what they found: an `_Asked`."""
 _FOUND = "_mooncake_connector_found"
-"""On an operation of SGLang's, from its lookup to its load: a `_Found`."""
+"""On an operation, from then to its load: a `_Found`."""
 _MOST_ASKED = 4096
 """Prompts that SGLang may look up again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A lookup of this rank; `again`: one that was counted before."""
+
+    again: bool
+    lookup_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +57,27 @@ class _Found:
 
 
 def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, operation: Any) -> tuple[list[str], int]:
-    """Around the lookup of a prompt; where SGLang will load nothing, that was all."""
+    """Around the lookup of a prompt by one rank."""
     backend = our_backend(controller)
     if backend is None:
         return query(controller, operation)
     again = _is_asked_again(backend, operation)
+    backend.missed.take()
+    began_s = time.monotonic()
     with backend.metrics.repeating(again):
-        if not backend.logs_requests or _name(operation) == _NOBODY:
-            return query(controller, operation)
-        backend.missed.take()
-        began_s = time.monotonic()
         found = query(controller, operation)
-    _note_lookup(backend, controller, operation, time.monotonic() - began_s, found[1], again)
+    setattr(operation, _ASKED, _Asked(again, time.monotonic() - began_s))
     return found
+
+
+def _agrees(agree: Callable[..., int], controller: Any, operation: Any, storage_hit_count: int) -> int:
+    """Around what SGLang makes of the lookups of all ranks, the least; where it will load nothing, that was all."""
+    tokens = agree(controller, operation, storage_hit_count)
+    backend = our_backend(controller)
+    asked: _Asked | None = getattr(operation, _ASKED, None)
+    if backend is not None and asked is not None:
+        _note_lookup(backend, controller, operation, asked, storage_hit_count, tokens)
+    return tokens
 
 
 def _loads(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any:
@@ -99,16 +117,30 @@ def _salts(operation: Any) -> list[str | None]:
 
 @contained(nothing)
 def _note_lookup(
-    backend: Any, controller: Any, operation: Any, seconds: float, found_tokens: int, again: bool
+    backend: Any, controller: Any, operation: Any, asked: _Asked, own_tokens: int, found_tokens: int
 ) -> None:
+    """`own_tokens`: what this rank found, of which all have so many."""
     page_tokens, first = controller.page_size, len(operation.prefix_keys or ())
+    if found_tokens < own_tokens and not operation.is_terminated():
+        _note_disagreement(backend, operation, found_tokens // page_tokens, own_tokens - found_tokens, asked.again)
+    if not backend.logs_requests:
+        return
     tokens = (first + len(operation.token_ids) // page_tokens) * page_tokens
     seen = backend.records.look(operation.all_hash_values, first)
-    found = _Found(tokens, first * page_tokens, seconds, backend.missed.take(), seen)
+    found = _Found(tokens, first * page_tokens, asked.lookup_s, backend.missed.take(), seen)
     if found_tokens and found_tokens >= controller.prefetch_threshold:
         setattr(operation, _FOUND, found)
-    elif not again:
+    elif not asked.again:
         _tell(backend, operation, found, {Miss.BELOW_MIN_HIT: found_tokens} if found_tokens else {})
+
+
+def _note_disagreement(backend: Any, operation: Any, first: int, tokens: int, again: bool) -> None:
+    """This rank found so many tokens from the prompt's page `first` on that another one did not."""
+    if backend.counts_lookups:
+        why = backend.records.why_not_everywhere(operation.all_hash_values[first])
+        backend.missed.note(why, tokens)
+        with backend.metrics.repeating(again):
+            backend.metrics.missed(why, tokens)
 
 
 @contained(nothing)
@@ -148,5 +180,6 @@ TARGETS = (
         _looks_up,
         names=("token_ids", "prefix_keys", "all_hash_values"),
     ),
+    Target(f"{_CONTROLLER}._sync_prefetch_hit_query", ("self", "operation", "storage_hit_count"), _agrees),
     Target(f"{_CONTROLLER}._page_transfer", ("self", "operation"), _loads),
 )

@@ -157,6 +157,10 @@ class StoredPool:
             self._metrics.evicted(unused_s=fate.unused_s, reuse_s=fate.unused_s + fate.ago_s)
         return why
 
+    def why_not_everywhere(self, key: bytes, whole: ShardView | None) -> Miss:
+        """Why another rank lacks a page; `whole` is the page with the parts of all ranks, where those are here."""
+        return Miss.RANKS_DISAGREE if whole is None or whole.contains([key])[0] else self._why(whole, key)
+
     def _waited(self, asked_s: float, wait_s: float | None, *, late: bool) -> None:
         """A lookup that was begun at `asked_s` is over; `late`: the store did not say all of it."""
         now_s = time.monotonic()

@@ -24,8 +24,8 @@ _TOLD = 0.01
 """Shares of the queried tokens below this are not told."""
 _ODD_SHARE = 0.1
 _ODD = {
-    Miss.BELOW_MIN_HIT, Miss.EVICTED, Miss.DAMAGED, Miss.REFUSED, Miss.GROUPS_DISAGREE, Miss.LATE, Miss.STALLED,
-    Miss.UNAVAILABLE, Miss.LOAD_FAILED,
+    Miss.BELOW_MIN_HIT, Miss.EVICTED, Miss.DAMAGED, Miss.REFUSED, Miss.GROUPS_DISAGREE, Miss.RANKS_DISAGREE, Miss.LATE,
+    Miss.STALLED, Miss.UNAVAILABLE, Miss.LOAD_FAILED,
 }  # fmt: skip
 """What something can be done about."""
 _MOST_DIFFERENCES = 3

@@ -65,11 +65,12 @@ class Pages:
         # Seldom: who looks may be in the way of who saves.
         wait_for(are_there, f"{pages} pages of the prompt in the pool", every_s=0.2)
 
-    def remove(self, prompt: Sequence[int], page: int, **tenant: str | None) -> None:
-        """Take page number `page` of `prompt` out of the pool."""
+    def remove(self, prompt: Sequence[int], page: int, *, first_head: int | None = None, **tenant: str | None) -> None:
+        """Take page number `page` of `prompt` out of the pool, or its parts from this KV head on alone."""
         key = _keys(prompt, **tenant)[page]
         with EmbeddedStore(self._path) as store:
-            removed = [store.space(info.namespace, info.shard).remove([key]) for info in self._infos(store)]
+            infos = [info for info in self._infos(store) if first_head in (None, info.shard.head_start)]
+            removed = [store.space(info.namespace, info.shard).remove([key]) for info in infos]
         assert sum(removed), f"page {page} is not in the pool"
 
     def falsify(self, prompt: Sequence[int], page: int, **tenant: str | None) -> None:

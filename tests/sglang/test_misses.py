@@ -22,8 +22,10 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins import load_plugins
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.misses import Miss
 from mooncake_connector.request_record import RequestRecord
 from sglang_backend import BACKEND
@@ -162,11 +164,12 @@ def rank(pool: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[...,
     caplog.set_level("INFO", logger="mooncake_connector")
     ranks: list[Rank] = []
 
-    def start(**extra: Any) -> Rank:
-        with server("qwen3"):
-            device = MHATokenToKVPool(64, 64, torch.bfloat16, 4, 64, 8, "cpu", False)
-            host_pool = mha("page_first", layers=(0, 8), heads=4, dim=64, page_tokens=64)
-            ranks.append(Rank(device, host_pool, pool, name=BACKEND, **extra))
+    def start(*, tp: tuple[int, int] = (0, 1), hosts: int = 1, **extra: Any) -> Rank:
+        more = {"nnodes": hosts, "dist_init_addr": "127.0.0.1:1"} if hosts > 1 else {}
+        with server("qwen3", tp_size=tp[1], **more):
+            device = MHATokenToKVPool(64, 64, torch.bfloat16, 4 // tp[1], 64, 8, "cpu", False)
+            host_pool = mha("page_first", layers=(0, 8), heads=4 // tp[1], dim=64, page_tokens=64)
+            ranks.append(Rank(device, host_pool, pool, name=BACKEND, tp_rank=tp[0], **extra))
         return ranks[-1]
 
     yield start
@@ -321,13 +324,75 @@ def test_prompts_that_may_be_looked_up_again_are_not_remembered_for_ever(
     assert [handle.rid for handle in one.controller.storage_backend.asked_by] == ["3", "4"]
 
 
+def of_two(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, found_pages: int, **options: Any) -> Rank:
+    """The first of two ranks, both of which have stored 192 tokens; the other one finds so many pages of them."""
+    one, other = (rank(tp=(number, 2), log_requests=True, **options) for number in range(2))
+    one.controller.storage_backend.metrics._enabled = True
+    for each in (one, other):
+        assert each.save(PROMPT[:192], each.host_pool.alloc(192))[0] == 192
+
+    def least(packed: torch.Tensor, *ignored: Any) -> None:
+        packed.view(-1)[0].clamp_(max=found_pages * 64)
+
+    monkeypatch.setattr(one.controller, "_all_reduce", least)
+    return one
+
+
+def lose(one: Rank, page: int, heads: tuple[int, int]) -> None:
+    """The part of a page that has these heads."""
+    backend, names = one.controller.storage_backend, get_storage_hash_str(PROMPT[:192], None, page_size=64)
+    space = backend._store.store.space(backend._namespace, Shard(0, 8, *heads))
+    space.remove([bytes.fromhex(names[page])])
+
+
+def test_pages_of_which_another_rank_lacks_its_part_are_missed_for_what_became_of_that(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = of_two(rank, monkeypatch, found_pages=1)
+    lose(one, 1, heads=(2, 4))
+    assert one.load(WHOLE)[0] == 64
+    assert added() == {"hit_tokens": 64, "cleared": 128, "never_stored": 128}
+    (line,) = lines(caplog)
+    assert (line["hit_tokens"], line["computed_tokens"], line["miss"]) == ("64", "256", "cleared")
+    assert [record.missed for record in kept(one)] == [{"cleared": 128, "never_stored": 128}]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_pages_that_another_rank_did_not_find_though_they_are_there(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any, monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    """Or of which nothing can be seen here, since that rank is on another host: nothing is loaded then."""
+    one = of_two(rank, monkeypatch, found_pages=0, hosts=hosts)
+    if hosts == 2:
+        lose(one, 0, heads=(2, 4))
+    for _ in range(2):  # the second time it waits, and asks again
+        one.controller.prefetch(CacheRequestHandle("request", 0), WHOLE[:192], None, [], None)
+        assert one.controller.prefetch_hit_queue.get(timeout=WAIT_S).storage_hit_count == 0
+    assert added() == {"ranks_disagree": 192}
+    (line,) = lines(caplog)
+    assert (line["hit_tokens"], line["miss"]) == ("0", "ranks_disagree")
+
+
+def test_a_request_that_is_aborted_while_the_ranks_agree_misses_nothing(
+    rank: Callable[..., Rank], added: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have heard of it, and look up nothing."""
+    one = of_two(rank, monkeypatch, found_pages=0)
+    operation = PrefetchOperation(CacheRequestHandle("request", 0), WHOLE[:192], None, [])
+    _, found = one.controller._storage_hit_query(operation)
+    operation.mark_terminate()
+    assert (found, one.controller._sync_prefetch_hit_query(operation, found)) == (192, 0)
+    assert added() == {}
+
+
 def test_a_pipeline_that_loads_nothing_has_one_line_and_no_fault(
     rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang goes through its load there also after a miss."""
     one = rank(log_requests=True)
     operation = PrefetchOperation(CacheRequestHandle("request", 0), WHOLE, None, [])
-    operation.hash_value, operation.storage_hit_count = one.controller._storage_hit_query(operation)
+    operation.hash_value, found = one.controller._storage_hit_query(operation)
+    operation.storage_hit_count = one.controller._sync_prefetch_hit_query(operation, found)
     operation.mark_terminate()
     one.controller._page_transfer(operation)
     assert len(lines(caplog)) == 1 and "failed" not in caplog.text

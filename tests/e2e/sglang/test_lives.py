@@ -336,6 +336,22 @@ def test_two_ranks_store_their_halves(lives: Lives, pool: Path) -> None:
     ask(lives[1], question, hit_tokens=full(question))
 
 
+def test_a_page_of_which_one_rank_lacks_its_half_is_missed_for_what_became_of_that(lives: Lives) -> None:
+    """The rank that counts has its own half."""
+    question, server = lives.written_by(1), lives[1]
+    lives.pages.remove(question.prompt, 1, first_head=2)
+    server.flush()
+    reasons = ("cleared", "ranks_disagree", "never_stored")
+    before = [server.metric("mooncake_connector_miss_tokens_total", reason=reason) for reason in reasons]
+    ask(server, question, hit_tokens=PAGE_TOKENS, rid="half-a-page")
+    wait_for(lambda: any(line["id"] == "half-a-page" for line in lines(server)), "the request's line in the log")
+    (line,) = (line for line in lines(server) if line["id"] == "half-a-page")
+    assert (line["hit_tokens"], line["miss"]) == (str(PAGE_TOKENS), "cleared")
+    after = [server.metric("mooncake_connector_miss_tokens_total", reason=reason) for reason in reasons]
+    assert [now - former for now, former in zip(after, before, strict=True)] == [full(question) - PAGE_TOKENS, 0, 0]
+    lives.pages.wait_for(question.prompt)
+
+
 def test_one_rank_reads_what_two_wrote_and_all_before_with_the_policy_timeout(lives: Lives) -> None:
     reads_all_before(lives, 2)
 
