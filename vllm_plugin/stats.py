@@ -14,7 +14,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from mooncake_connector.config.sources import load_config, load_settings, page_tokens_set
+from mooncake_connector.config.sources import config_of, load_settings, page_tokens_set
+from mooncake_connector.config.together import Setting
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.metrics.registry import ENGINE_INFO, VLLM, VLLM_PREFIX, Kind, Metric, by_figure
 from mooncake_connector.misses import Miss
@@ -129,14 +130,14 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             if not _OWN[figure].labels:  # it is there from the beginning, as 0
                 for values in per_engine_labelvalues.values():
                     made.labels(*values)
-        self._tell_engine(vllm_config, labelnames)
-        self._pool = _pool_metrics(vllm_config)
+        settings = _settings(vllm_config)
+        if settings is not None:
+            self._tell_engine(vllm_config, settings, labelnames)
+            self._pool = _pool_metrics(settings)
 
     @contained(nothing)
-    def _tell_engine(self, vllm_config: VllmConfig, labelnames: list[str]) -> None:
+    def _tell_engine(self, vllm_config: VllmConfig, settings: list[Setting], labelnames: list[str]) -> None:
         """What `why --url` cannot know from the model's files."""
-        transfer = vllm_config.kv_transfer_config
-        settings = load_settings(None if transfer is None else transfer.kv_connector_extra_config)
         told = (str(vllm_config.model_config.dtype).removeprefix("torch."), str(page_tokens_set(settings) or ""))
         gauge = self._gauge_cls(
             name=VLLM_PREFIX + ENGINE_INFO.name, documentation=ENGINE_INFO.text + ".",
@@ -176,7 +177,12 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
 
 @contained(nothing)
-def _pool_metrics(vllm_config: VllmConfig) -> PoolMetrics | None:
-    """vLLM makes its metrics in the process that serves them, which has no store open."""
+def _settings(vllm_config: VllmConfig) -> list[Setting] | None:
     transfer = vllm_config.kv_transfer_config
-    return None if transfer is None else PoolMetrics(load_config(transfer.kv_connector_extra_config))
+    return None if transfer is None else load_settings(transfer.kv_connector_extra_config)
+
+
+@contained(nothing)
+def _pool_metrics(settings: list[Setting]) -> PoolMetrics:
+    """vLLM makes its metrics in the process that serves them, which has no store open."""
+    return PoolMetrics(config_of(settings))

@@ -38,7 +38,11 @@ def load_config(
 
     Raises ConfigError that names the source, the key, the value seen and what is allowed.
     """
-    return Config(**{setting.name: setting.value for setting in load_settings(engine_json, environ)})
+    return config_of(load_settings(engine_json, environ))
+
+
+def config_of(settings: Iterable[Setting]) -> Config:
+    return Config(**{setting.name: setting.value for setting in settings})
 
 
 def page_tokens_set(settings: Iterable[Setting]) -> int | None:

@@ -22,12 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 import vllm_plugin
+from mooncake_connector.config import sources
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.metrics.registry import VLLM, Kind
 from mooncake_connector.prefill_speed import PrefillSpeed
 from store_client.embedded import registry as pools
 from vllm_plugin.connector import MooncakeKVConnector
-from vllm_plugin.stats import ConnectorStats
+from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
 
 OTHER = list(range(200, 300))
 
@@ -238,6 +239,14 @@ def test_what_the_engine_computes_in_and_its_page_where_that_was_set(start: Star
     prometheus(engine, registry)
     labels = {"model_name": "m", "engine": "1", "dtype": "float16", "page_tokens": said}
     assert registry.get_sample_value("vllm:mooncake_connector_engine_info", labels) == 1
+
+
+def test_metrics_read_the_configuration_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, reads, read = start(), list[Any](), sources._from_environ
+    monkeypatch.setattr(sources, "_from_environ", lambda environ: reads.append(environ) or read(environ))
+    of_registry = {kind: partial(kind, registry=CollectorRegistry()) for kind in (Gauge, Counter, Histogram)}
+    ConnectorPromMetrics(engine.scheduler.vllm_config, of_registry, ["engine"], {0: ["0"]})
+    assert len(reads) == 1
 
 
 def test_histograms_add_up_over_workers_and_engines_stay_apart(start: Start) -> None:

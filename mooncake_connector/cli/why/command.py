@@ -20,8 +20,7 @@ from mooncake_connector.cli.why.look import Explanation, Other, Root, explain
 from mooncake_connector.cli.why.names import Asked, Family
 from mooncake_connector.cli.why.prompt import PromptError
 from mooncake_connector.cli.why.server import Server, look_up
-from mooncake_connector.config.schema import Config
-from mooncake_connector.config.sources import load_settings, page_tokens_set
+from mooncake_connector.config.sources import config_of, load_settings, page_tokens_set
 from mooncake_connector.config.together import Setting
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity.checkpoint import checkpoint_path
@@ -101,7 +100,7 @@ def why(
     if model is None and url is None and (namespace is None or tokens is None):
         raise typer.BadParameter("name the model's folder with --model DIR, or a running server with --url")
     settings = load_settings()
-    config = Config(**{one.name: one.value for one in settings})
+    config = config_of(settings)
     server = None if url is None else look_up(url)
     folder = _folder(model, server, needed=namespace is None)
     if tokens is not None:
