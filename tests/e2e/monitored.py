@@ -16,13 +16,12 @@ from dashboards.prometheus import Prometheus, prometheus
 from long_form import LONG
 
 from e2e.hosts import Agent
-from e2e.pages import PAGE_TOKENS, wait_for
+from e2e.pages import PAGE_TOKENS, clear, wait_for
 from e2e.pd.instances import Instance
 from e2e.process import ENVIRONMENTS, free_port, pool_folder
 from e2e.questions import draw_tokens
 from e2e.server import Server
 from e2e.sglang_server import ONE_CORE, SGLangServer
-from store_client import EmbeddedStore
 
 __all__ = ["HAS_SGLANG", "Seen", "monitored"]
 
@@ -133,8 +132,7 @@ def load(
             damage(pool)
             decode.ask(prompt, max_tokens=2)
         if number % CLEARED == CLEARED - 1:
-            with EmbeddedStore(pool, rebuild=False) as store:
-                store.clear()
+            clear(pool)
 
 
 def damage(pool: Path) -> None:

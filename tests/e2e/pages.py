@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from typer.testing import CliRunner
 
+from mooncake_connector.cli.main import app
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client import EmbeddedStore
@@ -18,7 +20,7 @@ from store_client.testing import get_pages, put_pages
 PAGE_TOKENS = 64
 ASKED_AGAIN_S = 10.0
 
-__all__ = ["PAGE_TOKENS", "Pages", "wait_for"]
+__all__ = ["PAGE_TOKENS", "Pages", "clear", "wait_for"]
 
 
 class Writer(Protocol):
@@ -103,6 +105,12 @@ def _units(shard: Shard) -> Iterator[tuple[int, int]]:
 
 def _keys(prompt: Sequence[int], extra_key: str | None = None, cache_salt: str | None = None) -> list[bytes]:
     return page_keys(list(prompt), PAGE_TOKENS, root=root_digest(extra_key, cache_salt))
+
+
+def clear(pool: Path) -> None:
+    """As a person does."""
+    cleared = CliRunner().invoke(app, ["store", "clear", "--yes", "--pool", str(pool)])
+    assert cleared.exit_code == 0 and cleared.output.startswith("removed "), cleared.output
 
 
 def wait_for(condition: Callable[[], bool], what: str, *, deadline_s: float = 120.0, every_s: float = 0.02) -> None:

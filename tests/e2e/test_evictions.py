@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 from agent.asking import Client
-from typer.testing import CliRunner
 
 from e2e.conftest import Shared, StartServer
 from e2e.index import Asked, Endpoints, Relay, churn, knows, knows_nothing, losing_for_good, serving
-from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.pages import PAGE_TOKENS, Pages, clear, wait_for
 from e2e.questions import Question, draw_tokens
 from e2e.server import Server
-from mooncake_connector.cli.main import app
 
 BLOCK_TOKENS = 128
 """vLLM's on a CPU."""
@@ -129,17 +127,16 @@ def test_under_churn_the_index_knows_what_the_server_finds_though_messages_are_l
         small.ask(prompts[0][:40], max_tokens=1)  # vLLM tells of it with its next step
         knows_nothing(index, prompts, "GPU")
 
-    def clear() -> None:
-        cleared = CliRunner().invoke(app, ["store", "clear", "--yes", "--pool", str(pool)])
-        assert cleared.exit_code == 0, cleared.output
+    def empty() -> None:
+        clear(pool)
         assert not any(index.of(prompt, "CPU") for prompt in prompts)
 
     def forget() -> None:
-        clear()
+        empty()
         reset()
         knows_nothing(index, prompts)
 
-    churn(index, prompts, find, {4: reset, 10: clear, 16: forget}, draw=draw, block_tokens=BLOCK_TOKENS, steps=24)
+    churn(index, prompts, find, {4: reset, 10: empty, 16: forget}, draw=draw, block_tokens=BLOCK_TOKENS, steps=24)
 
 
 def test_what_nobody_replays_is_not_claimed_nor_what_was_known_before(

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from e2e.conftest import QWEN3_ARGS, StartServer
-from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.pages import PAGE_TOKENS, Pages, clear, wait_for
 from e2e.pool_faults import damage, lock_held
 from e2e.questions import Question
 from e2e.said import LOGS_REQUESTS, explained_in_words, line, runs, told, why, why_in_words
@@ -164,10 +164,6 @@ def verify(pool: Path) -> None:
     damage(pool)
     with EmbeddedStore(pool, rebuild=False) as store:
         assert store.verify().corrupt
-
-
-def clear(pool: Path) -> None:
-    assert store_command("clear", "--pool", pool, "--yes").startswith("removed ")
 
 
 def fill(pool: Path) -> None:

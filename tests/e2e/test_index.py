@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import xxhash
 from agent.asking import Answer, Client
-from typer.testing import CliRunner
 
 from e2e.conftest import Shared
 from e2e.index import serving
-from e2e.pages import PAGE_TOKENS, Pages
+from e2e.pages import PAGE_TOKENS, Pages, clear
 from e2e.questions import Question, draw_tokens
 from e2e.said import runs, why
-from mooncake_connector.cli.main import app
 from mooncake_connector.kv.keys import page_keys
 
 
@@ -53,8 +51,7 @@ def test_what_the_index_says_of_a_prompt_is_what_the_server_finds(shared: Shared
     assert said_and_found() == (5 * PAGE_TOKENS, 5 * PAGE_TOKENS)
     pages.remove(prompt, 2)
     assert said_and_found() == (2 * PAGE_TOKENS, 2 * PAGE_TOKENS)
-    cleared = CliRunner().invoke(app, ["store", "clear", "--yes", "--pool", str(shared.pool)])
-    assert cleared.exit_code == 0, cleared.output
+    clear(shared.pool)
     assert said_and_found() == (0, 0)
 
 

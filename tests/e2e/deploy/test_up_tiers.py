@@ -15,10 +15,9 @@ from long_form import LONG
 from e2e.client import HttpClient
 from e2e.deploy.deployments import LIMIT_S, Deployed, Way
 from e2e.deploy.test_up import REQUESTS
-from e2e.pages import wait_for
+from e2e.pages import clear, wait_for
 from e2e.process import pool_folder
 from mooncake_connector.errors import PoolError
-from store_client import EmbeddedStore
 from store_client.agent.visit import ask_report
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not LONG, reason="a pair of instances of its own")]
@@ -81,8 +80,7 @@ class Tiered(Deployed):
 
         def hits() -> bool:
             before = self.tier_hit_tokens()
-            with EmbeddedStore(self.way.pool) as store:
-                store.clear()
+            clear(self.way.pool)
             assert self.answer(ASKED) == ASKED.text
             return self.tier_hit_tokens() > before
 

@@ -29,7 +29,7 @@ import store_client.agent.gift as gift_module
 import store_client.agent.sought as sought_module
 from e2e.client import Answer
 from e2e.inside import drain, vllm_inside
-from e2e.pages import wait_for
+from e2e.pages import clear, wait_for
 from e2e.questions import SMALLEST_GAP, Examiner, Question, draw_tokens
 from models import checkpoint
 from mooncake_connector.kv.keys import page_keys
@@ -109,8 +109,7 @@ class Inside:
 
     def empty_pool(self) -> None:
         """And the engine's own cache; the folder has what it had, and what was fetched before may be fetched again."""
-        with EmbeddedStore(self.pool) as store:
-            store.clear()
+        clear(self.pool)
         self.forget()
         wait_for(lambda: not any(client._kept for client in clients._clients.values()), "the end of all asks")
         time.sleep(SOUGHT_S)  # and what the folder did not have before it was written is sought again
