@@ -131,6 +131,8 @@ def deployment_checks(deployment: Deployment, file: Path, run: Sequence[Command]
     yield entry_point(group, "mooncake_connector", value, chosen or None, variable)
     yield checks.model_check(deployment.model, file)
     yield checks.ports_check(run)
+    if deployment.router.conductor.index is not None:
+        yield from checks.events_check(run)
     yield from checks.memory_check(deployment, file)
     yield from _settings_checks(deployment, run)
     yield checks.router_check(deployment.router.kind)

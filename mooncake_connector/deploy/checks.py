@@ -139,6 +139,12 @@ def router_check(kind: str) -> Check:
     return ok("router", found)
 
 
+def events_check(commands: Sequence[Command]) -> Iterator[Check]:
+    """Which instances a router does not register with its index, though they were meant to publish their KV events."""
+    if unheard := [f"{command.name} ({command.unheard})" for command in commands if command.unheard]:
+        yield warning("events", f"not registered with the index: {'; '.join(unheard)}")
+
+
 def logs_check(folder: Path) -> Check:
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

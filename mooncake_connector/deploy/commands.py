@@ -17,7 +17,7 @@ import msgspec
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import environ_name, load_config
-from mooncake_connector.deploy.events import with_own_ports
+from mooncake_connector.deploy.events import publishing
 from mooncake_connector.deploy.schema import (
     DECODE_PORT,
     PEER_PORT_OFFSET,
@@ -61,8 +61,10 @@ class Command:
     """Of a prefill instance: where decode instances look for it; 0 where nobody has to know."""
     peer_host: str = ""
     """The address there, where it is not that of this machine's own processes."""
-    events: tuple[str, ...] = ()
-    """Where its KV events are heard, and replayed if they are; none where it publishes none."""
+    events: tuple[tuple[str, ...], ...] = ()
+    """Where KV events of each data-parallel rank are heard, and replayed if they are; none where none are published."""
+    unheard: str = ""
+    """Why its KV events are not heard, though its flags speak of them; empty where they are, or there are none."""
     ready_path: str = "/health"
     """What answers with success once it can do its work; `/health` is asked after that."""
 
@@ -136,23 +138,24 @@ def _instance(
         arguments += ["--pipeline-parallel-size" if is_vllm else "--pp-size", str(instances.pp)]
     role_of_kv = role if deployment.prefill.count else "both"
     arguments += _vllm(role_of_kv, config) if is_vllm else _sglang(role_of_kv, config, peer_port)
-    flags, publishes = with_own_ports((*deployment.flags, *instances.flags), set() if own_host else taken)
+    publishes = publishing(deployment.engine, (*deployment.flags, *instances.flags), set() if own_host else taken)
     url = url_of(own_host or deployment.host, port)
     reached = url.removeprefix("http").rpartition(":")[0]
     return Command(
         f"{role}-{number}",
         role,
-        (sys.executable, "-m", *arguments, *flags),
+        (sys.executable, "-m", *arguments, *publishes.flags),
         env,
         url,
         (
             (deployment.host, port),
             *((host, peer_port) for host in peer_hosts if peer_port),
-            *(("0.0.0.0", one) for one in publishes.values()),
+            *(("0.0.0.0", one) for ports in publishes.ports for one in ports),
         ),
         peer_port,
         own_host or next(iter(peer_hosts), "") if is_vllm and peer_port else "",
-        tuple(f"tcp{reached}:{one}" for one in publishes.values()),
+        tuple(tuple(f"tcp{reached}:{one}" for one in ports) for ports in publishes.ports),
+        publishes.problem,
     )
 
 
@@ -199,8 +202,9 @@ def _router(
         arguments = [*before, *listens, *order, "--policy", router.policy.replace("_", "-")]
         arguments += _conductor(router, file) if router.policy == "conductor" else []
         if router.conductor.index is not None:
-            publishing = [one for one in (*prefills, *decodes) if one.events]
-            arguments += [word for one in publishing for word in ("--events", ",".join((one.url, *one.events)))]
+            for one in (*prefills, *decodes):
+                for rank, endpoints in enumerate(one.events):
+                    arguments += ["--events", ",".join((one.url, str(rank), *endpoints))]
         arguments += ["--silence-deadline-s", f"{deployment.silence_deadline_s:g}"]
         arguments += [
             word for one in prefills for word in ("--prefill", f"{one.url},{one.peer_port},{one.peer_host}".rstrip(","))

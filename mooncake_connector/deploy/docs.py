@@ -162,11 +162,15 @@ not answer within `index_deadline_s`, that cannot be reached, refuses, or answer
 told: the request goes by load. The first of each such cause is logged, and after three in a row the index is not asked
 for 5 s.
 
-What is in the engines' own memory an index learns from their KV events. One `--kv-events-config` in `flags`, as JSON,
-is enough for all instances: of the ports at which it has them publish and replay (`tcp://*:PORT`), each further
-instance gets the next that no other has; in pods all have those of the first. The router registers with the index who
-publishes, by the first name in `/v1/models`, and again every 10 s, since an index that was started anew knows nobody.
-Who does not publish is registered by you, and so are further data-parallel ranks.
+What is in the engines' own memory an index learns from their KV events. One `--kv-events-config` in `flags`, as JSON
+or in vLLM with dots (`--kv-events-config.publisher zmq`), is enough for all instances: of the ports at which it has
+them publish and replay (`tcp://*:PORT`; each data-parallel rank takes the next), each further instance gets the next
+that no other has; in pods all have those of the first. The router registers with the index who publishes, each rank by
+itself, by the first name in `/v1/models`, and again every 10 s, since an index that was started anew knows nobody.
+What a former deployment registered by that URL with another endpoint or model is replaced; what you registered without
+an endpoint stays as it is.
+`up --check` names instances that it cannot register, and why. Those with an API key, which do not tell it their
+model's name, the router's log names; these, and who does not publish, are registered by you.
 
     flags: >-
       --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",

@@ -38,11 +38,12 @@ T = TypeVar("T")
 
 
 class _Failed(Exception):
-    """Why a question has no answer: `cause` is counted; `of_request`: another may well have one."""
+    """Why a question has no answer: `cause` is counted; `status` of HTTP, if it was refused with one, and `of_request`:
+    another may well have an answer."""
 
-    def __init__(self, cause: str, message: str, *, of_request: bool = False) -> None:
+    def __init__(self, cause: str, message: str, status: int = 0) -> None:
         super().__init__(message)
-        self.cause, self.of_request = cause, of_request
+        self.cause, self.status, self.of_request = cause, status, 400 <= status < 500
 
 
 class Index:
@@ -99,26 +100,47 @@ class Index:
 
         Args:
             kind: "vLLM" or "SGLang".
-            publishing: of each its URL, where its events are heard, and where they are replayed if they are.
+            publishing: of each data-parallel rank of an instance the URL, its number, where its events are heard, and
+                where they are replayed if they are.
         """
         while publishing:
-            for url, *endpoints in publishing:
+            for url, rank, *endpoints in publishing:
                 try:
-                    registered = self._register(kind, url, endpoints)
+                    registered = self._register(kind, url, int(rank), endpoints)
                     await self._within(time.monotonic() + _REGISTER_S, _REGISTER_S, registered)
                 except _Failed as error:
                     said = "%s is not registered with the index, which will be tried again: %s"
-                    log_once(f"router.register.{error.cause}", said, url, error)
+                    log_once(f"router.register.{url}.{error.cause}", said, url, error)
             await asyncio.sleep(_REGISTER_EVERY_S)
 
-    async def _register(self, kind: str, url: str, endpoints: Sequence[str]) -> None:
+    async def _register(self, kind: str, url: str, rank: int, endpoints: Sequence[str]) -> None:
         models = await self._client.get(f"{url}/v1/models")
+        if models.status_code in (401, 403):
+            said = f"/v1/models answered {models.status_code}: it has an API key, which is not known here"
+            raise _Failed("locked", f"{said}; register it yourself")
+        name = {"instance_id": url, "dp_rank": rank, "tenant_id": TENANT}
         registration = {
-            "instance_id": url, "type": kind, "modelname": models.raise_for_status().json()["data"][0]["id"],
-            "block_size": self._block_tokens, "dp_rank": 0, "tenant_id": TENANT,
+            **name, "type": kind, "modelname": models.raise_for_status().json()["data"][0]["id"],
+            "block_size": self._block_tokens,
             **dict(zip(("endpoint", "replay_endpoint"), endpoints, strict=False)),
         }  # fmt: skip
-        await self._post(f"{self._url}/register", registration, {})
+        try:
+            await self._post(f"{self._url}/register", registration, {})
+        except _Failed as error:
+            if error.status != 409 or not await self._is_outdated(registration):
+                raise
+            await self._post(f"{self._url}/unregister", name, {})
+            await self._post(f"{self._url}/register", registration, {})
+
+    async def _is_outdated(self, registration: Body) -> bool:
+        """Whether the index has an instance as a former deployment registered it: it publishes there no more, or is of
+        another model. One without an endpoint was registered by a person, who wanted it so."""
+        found = await self._client.get(f"{self._url}/services", headers=self._headers)
+        names = ("instance_id", "dp_rank", "tenant_id")
+        for known in found.raise_for_status().json()["services"]:
+            if all(known[name] == registration[name] for name in names) and known["endpoint"]:
+                return any(known[name] != registration[name] for name in ("endpoint", "modelname", "block_size"))
+        return False
 
     def _failed(self, error: _Failed, is_index: bool) -> None:
         """What an instance does not tokenize, or the index refuses, may be any client's: that does not count for it."""
@@ -183,7 +205,7 @@ class Index:
             await found.aclose()
         if found.status_code != 200:
             answered = f"{url} answered {found.status_code} {data[:200].decode(errors='replace')}"
-            raise _Failed("refused", answered, of_request=400 <= found.status_code < 500)
+            raise _Failed("refused", answered, found.status_code)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):

@@ -111,7 +111,7 @@ def main() -> None:
     given.add_argument("--index-block-tokens", type=int, default=64)
     given.add_argument("--index-deadline-s", type=float, default=INDEX_DEADLINE_S)
     given.add_argument("--index-token-file", type=Path)
-    given.add_argument("--events", metavar="URL,ENDPOINT[,REPLAY]", action="append", default=[])
+    given.add_argument("--events", metavar="URL,RANK,ENDPOINT[,REPLAY]", action="append", default=[])
     parser.add_argument("--silence-deadline-s", type=float, default=SILENCE_DEADLINE_S)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request takes three, and 1024 are usual

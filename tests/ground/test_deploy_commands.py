@@ -13,8 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from mooncake_connector.checks import Verdict
 from mooncake_connector.cli.main import app
 from mooncake_connector.config.sources import load_config
+from mooncake_connector.deploy.checks import events_check
 from mooncake_connector.deploy.commands import Command, commands, typed
 from mooncake_connector.deploy.file import read_deployment
 from mooncake_connector.errors import ConfigError
@@ -144,34 +146,38 @@ def test_the_policy_and_what_differs_from_its_defaults_come_to_the_router(tmp_pa
     assert f"--policy conductor --cache-weight 3.0 --index http://h:1 --index-token-file {tmp_path / 't'} --sil" in line
 
 
+ON = {"enable_kv_cache_events": True, "publisher": "zmq"}
+
+
 def events(**more: object) -> str:
     """A flag for all instances, as JSON within a shell's text."""
-    return f"--kv-events-config '{json.dumps({'publisher': 'zmq', **more})}'"
+    return f"--kv-events-config '{json.dumps({**ON, **more})}'"
 
 
 def published(command: Command) -> dict[str, str]:
     return json.loads(options(command)["--kv-events-config"])
 
 
+INDEX = "router: {policy: conductor, conductor: {index: 'http://h:1'}}"
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_each_instance_publishes_events_at_ports_of_its_own_and_the_router_registers_them(tmp_path, engine):
     both = events(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
     head = f"engine: {engine}\nmodel: /m\nhost: 0.0.0.0\nflags: >-\n  {both} --a 1\nprefill: {{count: 2}}\n"
-    text = f"{head}decode:\n  flags: >-\n    --kv-events-config='{{\"endpoint\": \"tcp://*:5557\"}}'\n"
-    index = "router: {policy: conductor, conductor: {index: 'http://h:1'}}"
-    run = made(tmp_path, text + index)
+    text = f"{head}decode:\n  flags: >-\n    --kv-events-config='{json.dumps(ON)}'\n"
+    run = made(tmp_path, text + INDEX)
     first, second, decode, router = run.values()
     assert first.arguments[-4:] == tuple(shlex.split(f"{both} --a 1"))
-    assert published(second) == {
-        "publisher": "zmq", "endpoint": "tcp://*:5559", "replay_endpoint": "tcp://*:5560",
-    }  # fmt: skip
+    assert published(second) == {**ON, "endpoint": "tcp://*:5559", "replay_endpoint": "tcp://*:5560"}
     assert second.arguments[-2:] == ("--a", "1") and ("0.0.0.0", 5560) in second.listens
-    assert decode.arguments[-1] == '--kv-events-config={"endpoint":"tcp://*:5561"}', "the last one is in force"
+    last = decode.arguments[-1].removeprefix("--kv-events-config=")
+    assert json.loads(last) == {**ON, "endpoint": "tcp://*:5561"}, "the last one is in force, and has a port by default"
     line = " ".join(router.arguments)
-    assert f"--events {second.url},tcp://127.0.0.1:5559,tcp://127.0.0.1:5560 --events {decode.url},tcp" in line
+    assert f"--events {second.url},0,tcp://127.0.0.1:5559,tcp://127.0.0.1:5560 --events {decode.url},0,tcp" in line
     assert "--events" not in made(tmp_path, text)["router"].arguments
     pods = commands(read_deployment(tmp_path / "d.yaml"), tmp_path / "d.yaml", hosts="{role}-{number}")
-    assert [one.events[0] for one in pods[:3]] == [f"tcp://{one.name}:5557" for one in pods[:3]]
+    assert [one.events[0][0] for one in pods[:3]] == [f"tcp://{one.name}:5557" for one in pods[:3]]
 
 
 def test_ports_of_events_follow_each_other_in_each_role_from_where_it_begins(tmp_path):
@@ -184,13 +190,57 @@ def test_ports_of_events_follow_each_other_in_each_role_from_where_it_begins(tmp
     assert ports == [[7, 107], [8, 108], [9, 109], [10, 110], [11, 111], [12, 112]]
 
 
-@pytest.mark.parametrize("value", [
-    "{", "[]", "{}", '{"endpoint": 7}', '{"endpoint": "tcp://10.0.0.1:5557"}', '{"endpoint": "tcp://*:0"}',
-    '{"endpoint": "ipc:///tmp/events"}', '{"replay_endpoint": "tcp://*:5558"}',
+@pytest.mark.parametrize(
+    "engine, flag", [("vllm", "-dp 2"), ("vllm", "--data_parallel_size=4 -dpl 2"), ("sglang", "--dp-size=2")]
+)
+def test_each_data_parallel_rank_publishes_at_the_next_port_and_is_registered_by_itself(tmp_path, engine, flag):
+    both = events(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5567")
+    run = made(tmp_path, f"engine: {engine}\nmodel: /m\nflags: >-\n  {flag} {both}\n{INDEX}")
+    first, second, router = run.values()
+    assert published(second) == {**ON, "endpoint": "tcp://*:5559", "replay_endpoint": "tcp://*:5569"}
+    assert [port for _, port in second.listens[-4:]] == [5559, 5569, 5560, 5570]
+    line = " ".join(router.arguments)
+    for url, port in ((first.url, 5557), (second.url, 5559)):
+        for rank in range(2):
+            of = f"--events {url},{rank},tcp://127.0.0.1:{port + rank},tcp://127.0.0.1:{port + rank + 10}"
+            assert of in line
+
+
+def test_ports_at_which_the_ranks_of_one_instance_would_meet_are_told(tmp_path):
+    both = events(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
+    with pytest.raises(ConfigError, match=r"5557 and 5558, but each of 2 .*: set them 2 apart"):
+        made(tmp_path, f"engine: vllm\nmodel: /m\nflags: >-\n  -dp 2 {both}")
+
+
+def test_dotted_flags_of_vllm_take_the_place_of_json(tmp_path):
+    of = "--kv-events-config."
+    flags = f"{of}publisher zmq {of}enable_kv_cache_events=true {of}endpoint tcp://*:7000 --a 1 {events(endpoint='x')}"
+    run = made(tmp_path, f"engine: vllm\nmodel: /m\nflags: >-\n  {flags}\n{INDEX}")
+    first, second, _ = run.values()
+    assert first.arguments[-8:] == tuple(shlex.split(flags)[-8:]) and first.events == (("tcp://127.0.0.1:7000",),)
+    assert f"{of}publisher" in second.arguments and f"{of}endpoint" not in second.arguments
+    assert second.arguments[-1] == f"{of}endpoint=tcp://*:7001" and second.events == (("tcp://127.0.0.1:7001",),)
+
+
+@pytest.mark.parametrize("value, why", [
+    ("{", "no JSON"), ("[]", "no JSON"), ('{"endpoint": 7}', "no JSON"), ("{}", "publishes nothing"),
+    ('{"enable_kv_cache_events": true, "publisher": "null"}', "publishes nothing"),
+    ('{"enable_kv_cache_events": true, "endpoint": "tcp://10.0.0.1:5557"}', "publishes at tcp://10.0.0.1:5557"),
+    ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}', "publishes at tcp://*:0"),
+    ('{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/events"}', "publishes at ipc:///tmp/events"),
+    ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:1"}\' -dpr \'4', "-dpr says which"),
 ])  # fmt: skip
-def test_events_that_go_to_no_port_of_an_instance_are_left_as_they_are(tmp_path, value):
-    run = made(tmp_path, f"engine: vllm\nmodel: /m\nflags: >-\n  --kv-events-config '{value}'")
-    assert all(run[name].arguments[-1] == value and run[name].events == () for name in ("prefill-0", "decode-0"))
+def test_events_that_go_to_no_port_of_an_instance_are_left_as_they_are_and_it_is_told_why(tmp_path, value, why):
+    run = made(tmp_path, f"engine: vllm\nmodel: /m\nflags: >-\n  --kv-events-config '{value}'\n{INDEX}")
+    for one in (run["prefill-0"], run["decode-0"]):
+        assert one.arguments[-1] in value and one.events == () and why in one.unheard
+    assert "--events" not in run["router"].arguments
+    (check,) = events_check(list(run.values()))
+    assert check.status is Verdict.WARNING and f"prefill-0 ({run['prefill-0'].unheard}); decode-0" in check.detail
+
+
+def test_without_events_there_is_nothing_to_say_of_them(tmp_path):
+    assert list(events_check(list(made(tmp_path, f"engine: vllm\nmodel: /m\n{INDEX}").values()))) == []
 
 
 def test_more_ports_for_events_than_there_are_is_told(tmp_path):

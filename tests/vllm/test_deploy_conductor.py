@@ -17,6 +17,7 @@ import pytest
 from agent.asking import Client, prompt, store_prompt
 from agent.publisher import Publisher, stored
 from agent.stand_in import CAPACITY, running
+from causes import forget_causes
 from proxied import BODY, SGLANG, VLLM, Engine, every_way, free_port, wait_until
 
 from mooncake_connector.deploy import index as module
@@ -302,15 +303,65 @@ def test_instances_that_publish_events_are_registered_and_again_where_the_index_
         publisher.publish(stored([b"a"], tokens, size=64))
         proxied(
             *SGLANG, *CONDUCTOR, "--index", f"http://127.0.0.1:{client.port}", "--events",
-            ",".join((engine.url, *publisher.endpoints.values())), before=often,
+            ",".join((engine.url, "3", *publisher.endpoints.values())), before=often,
         )  # fmt: skip
         for _ in range(2):
             with running(pool, None, tiers=[], agent_http_port=client.port):
                 wait_until(lambda: reached(client), "the index")
                 wait_until(lambda: client.query(tokens)["default"].get(engine.url, {}).get("GPU") == 64, "its events")
                 (service,) = client.ask("GET", "/services").json["services"]
-            assert (service["modelname"], service["endpoint"]) == ("m", publisher.endpoints["endpoint"])
+            assert (service["modelname"], service["dp_rank"]) == ("m", 3)
+            assert service["endpoint"] == publisher.endpoints["endpoint"]
     engine.die()
+
+
+def test_what_a_former_deployment_registered_is_replaced_and_what_a_person_registered_stays(proxied, pool):
+    """The agent lives on for minutes, and knows ports at which nobody publishes any more."""
+    client, engines = Client(free_port()), [Engine("m"), Engine("m")]
+    ours, persons = (engine.url for engine in engines)
+    often = "from mooncake_connector.deploy import index; index._REGISTER_EVERY_S = 0.1"
+
+    def known() -> dict[str, str]:
+        return {one["instance_id"]: one["endpoint"] for one in client.ask("GET", "/services").json["services"]}
+
+    with running(pool, None, tiers=[], agent_http_port=client.port):
+        wait_until(lambda: reached(client), "the index")
+        client.register(ours, type="SGLang", endpoint="tcp://127.0.0.1:1")
+        client.register(persons, type="SGLang", pool=True)
+        events = [f"{url},0,tcp://127.0.0.1:{port}" for url, port in ((ours, 2), (persons, 3))]
+        proxied(
+            *SGLANG, *CONDUCTOR, "--index", f"http://127.0.0.1:{client.port}", "--events", events[0], "--events",
+            events[1], before=often,
+        )  # fmt: skip
+        for _ in range(2):  # once more, so that the other one has had its turn in between
+            wait_until(lambda: known() == {ours: "tcp://127.0.0.1:2", persons: ""}, "the new port")
+            client.post("/unregister", instance_id=ours)
+    for engine in engines:
+        engine.die()
+
+
+def test_instances_that_do_not_say_their_models_name_are_each_told_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(module, "_REGISTER_EVERY_S", 0.0)
+    forget_causes()
+    asked = list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return httpx.Response(401)
+
+    async def register() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            index = Index("http://index:1", block_tokens=64, deadline_s=60.0, token=b"", client=client)
+            publishing = [(url, "0", "tcp://127.0.0.1:5557") for url in ("http://one:1", "http://two:2")]
+            registering = asyncio.create_task(index.keep_registered("vLLM", publishing))
+            while len(asked) < 6:
+                await asyncio.sleep(0)
+            registering.cancel()
+
+    asyncio.run(register())
+    assert set(asked) == {"http://one:1/v1/models", "http://two:2/v1/models"}
+    said = [message for message in caplog.messages if "it has an API key" in message]
+    assert [message.partition(" is not registered")[0] for message in said] == ["http://one:1", "http://two:2"]
 
 
 def reached(client: Client) -> bool:

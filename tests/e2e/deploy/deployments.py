@@ -25,7 +25,7 @@ from models import checkpoint
 from mooncake_connector.deploy.schema import PEER_PORT_OFFSET
 from mooncake_connector.deploy.watch import Watch
 
-__all__ = ["LIMIT_S", "Deployed", "Request", "Way"]
+__all__ = ["LIMIT_S", "Deployed", "Request", "Way", "row_of_ports"]
 
 START_S, LIMIT_S = 600.0, 300.0
 ROUTERS = ENVIRONMENTS / "routers"
@@ -105,7 +105,7 @@ class Deployed(HttpClient):
     def __init__(self, way: Way, folder: Path, logs: Path) -> None:
         self.way = way
         counts = {"prefill": way.num_prefills, "decode": way.num_decodes, "router": 1}
-        self.ports = {role: _row_of_ports(count) for role, count in counts.items()}
+        self.ports = {role: row_of_ports(count) for role, count in counts.items()}
         super().__init__("127.0.0.1", self.ports["router"], timeout_s=LIMIT_S)
         self._file, self._output = folder / "deployment.yaml", folder / "output"
         self._file.write_text(way.file(self.ports, logs))
@@ -204,7 +204,7 @@ def wait_until(holds: Callable[[], bool], what: Callable[[], str], within_s: flo
         time.sleep(0.5)
 
 
-def _row_of_ports(count: int) -> int:
+def row_of_ports(count: int) -> int:
     """The first of free ports in a row. What decode instances look for is further up, below Linux's own as well."""
     while (first := free_port()) + PEER_PORT_OFFSET + count > 32768 or not _are_free(first, count):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from long_form import LONG
 
 from e2e.client import HttpClient
 from e2e.demo import chat, stored_pages
-from e2e.deploy.deployments import LIMIT_S, Deployed, Request, Way, wait_until
+from e2e.deploy.deployments import LIMIT_S, Deployed, Request, Way, row_of_ports, wait_until
 from e2e.deploy.test_up import REQUESTS
 from e2e.index import answers
 from e2e.process import free_port, pool_folder
@@ -34,13 +35,22 @@ class Conducted(Way):
 
     pool: Path | None = None
     index: Client | None = None
+    first_port: int = 0
+    """Of those at which all instances publish events, and replay them."""
 
     def file(self, ports: dict[str, int], logs: Path) -> str:
         text = Way.file(self, ports, logs).replace(" --no-enable-prefix-caching", f" --block-size {BLOCK_TOKENS}")
         if self.index is None:
             return text
         settings = f"  pool: {self.pool}\n  capacity: 1GiB\n  agent_http_port: {self.index.port}\n"
-        return text.replace("  prefix_reuse: false\n", settings)
+        dotted = "".join(f" --kv-events-config.{name} {value}" for name, value in self.events.items())
+        return text.replace("  prefix_reuse: false\n", settings).replace("flags:", f"flags:{dotted}")
+
+    @property
+    def events(self) -> dict[str, str]:
+        """What makes all instances publish; the second one is given ports of its own."""
+        ports = (f"tcp://*:{port}" for port in (self.first_port, self.first_port + 2))
+        return dict(zip(("enable_kv_cache_events", "endpoint", "replay_endpoint"), ("true", *ports), strict=True))
 
 
 class Instances(Deployed):
@@ -69,6 +79,10 @@ class Instances(Deployed):
         wait_until(lambda: sum(self.ended()) == sum(ended) + 1, lambda: f"one more than {ended}", LIMIT_S)
         (number,) = [number for number, count in enumerate(self.ended()) if count > ended[number]]
         return text, number, sum(self.hits()) - sum(hits)
+
+    def tokens(self, request: Request) -> list[int]:
+        body = {key: value for key, value in request.body.items() if key in ("model", "prompt", "messages")}
+        return list(json.loads(self.instances[0]._read(self.instances[0]._send("POST", "/tokenize", body)))["tokens"])
 
     def outcomes(self, outcome: str) -> int:
         """Questions to the index that ended so."""
@@ -131,6 +145,20 @@ class Indexed:
     index: Client
     pool: Path
 
+    def registered(self) -> list[str]:
+        return [one["instance_id"] for one in self.index.ask("GET", "/services").json["services"]]
+
+    def wait_until_known(self, request: Request, number: int) -> None:
+        """That this instance alone has what there is of the prompt in full blocks on its device."""
+        tokens = self.deployed.tokens(request)
+        whole = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+
+        def holders() -> list[int]:
+            answer = self.index.query(tokens, model="smollm2")["default"]
+            return [at for at, url in enumerate(self.deployed.urls) if answer[url]["GPU"] == whole]
+
+        wait_until(lambda: holders() == [number], lambda: f"{request} at {number}: {holders()}", LIMIT_S)
+
     def only(self, number: int) -> None:
         """From now on the index says that this instance reads the pool, and the other has nothing."""
         for other, url in enumerate(self.deployed.urls):
@@ -143,7 +171,8 @@ def indexed(tmp_path: Path, logs: Path) -> Iterator[Indexed]:
     index = Client(free_port())
     conductor = f"{{index: 'http://127.0.0.1:{index.port}', index_deadline_s: 10}}"
     with pool_folder() as pool:
-        way = Conducted("vllm", 0, f"kind: builtin, policy: conductor, conductor: {conductor}", 2, pool, index)
+        router = f"kind: builtin, policy: conductor, conductor: {conductor}"
+        way = Conducted("vllm", 0, router, 2, pool, index, row_of_ports(4))
         found = Instances(way, tmp_path, logs / "up-conductor-index")
         try:
             found.start()
@@ -155,7 +184,13 @@ def indexed(tmp_path: Path, logs: Path) -> Iterator[Indexed]:
 def test_conversations_go_where_the_index_says_and_by_load_where_it_says_nothing(indexed: Indexed) -> None:
     deployed = indexed.deployed
     wait_until(lambda: answers(indexed.index), lambda: "an index", LIMIT_S)
-    assert [deployed.answer(one) for one in REQUESTS] == TEXTS
+    texts, numbers, _ = zip(*map(deployed.ask, REQUESTS), strict=True)
+    assert list(texts) == TEXTS
+    wait_until(lambda: len(indexed.registered()) == 2, lambda: f"{indexed.registered()} in the index", LIMIT_S)
+    assert set(indexed.registered()) == set(deployed.urls), "the router has registered who publishes"
+    for request, number in zip(REQUESTS, numbers, strict=True):
+        indexed.wait_until_known(request, number)
+
     wait_until(lambda: stored_pages(indexed.pool) >= len(REQUESTS) * PAGES, lambda: "pages in the pool", LIMIT_S)
     for number in (1, 0):
         indexed.only(number)
