@@ -66,6 +66,8 @@ class Index:
         )
         self._headers = {b"authorization": b"Bearer " + token} if token else {}
         self._failures, self._not_before_s = 0, 0.0
+        self._replaced = set[tuple[str, int]]()
+        """Ranks that were registered otherwise. Each once: another deployment may call its own the same."""
         self.outcomes: Counter[str] = Counter()
         """Requests by what became of the question: `answered`, `nothing_to_ask` (no model, or not one prompt),
         `unasked` while it is left alone, or why there was no answer."""
@@ -127,8 +129,9 @@ class Index:
         try:
             await self._post(f"{self._url}/register", registration, {})
         except _Failed as error:
-            if error.status != 409 or not await self._is_outdated(registration):
+            if error.status != 409 or (url, rank) in self._replaced or not await self._is_outdated(registration):
                 raise
+            self._replaced.add((url, rank))
             await self._post(f"{self._url}/unregister", name, {})
             await self._post(f"{self._url}/register", registration, {})
 
@@ -137,9 +140,9 @@ class Index:
         another model. One without an endpoint was registered by a person, who wanted it so."""
         found = await self._client.get(f"{self._url}/services", headers=self._headers)
         names = ("instance_id", "dp_rank", "tenant_id")
-        for known in found.raise_for_status().json()["services"]:
-            if all(known[name] == registration[name] for name in names) and known["endpoint"]:
-                return any(known[name] != registration[name] for name in ("endpoint", "modelname", "block_size"))
+        for known in found.raise_for_status().json().get("services", ()):
+            if all(known.get(name) == registration[name] for name in names) and known.get("endpoint"):
+                return any(known.get(name) != registration[name] for name in ("endpoint", "modelname", "block_size"))
         return False
 
     def _failed(self, error: _Failed, is_index: bool) -> None:

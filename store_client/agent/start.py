@@ -109,7 +109,11 @@ class Starter:
         self._thread = threading.Thread(
             target=self._run, args=(lock,), name="mooncake-connector-embedded-agent", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # as many as may be are there; else nobody could start one on this pool any more
+            lock_.let_go(lock)
+            raise
 
     def _run(self, lock: int) -> None:
         try:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from agent.processes import engine, is_alive, pid_of, ready_lines, report_of, users_of
 from agent.stand_in import CAPACITY, configured, tiered, until
@@ -112,6 +113,20 @@ def test_where_it_cannot_be_started_the_pool_serves_alone_with_one_line(pool, co
         (pool / "agent.lock").rmdir()
         until(lambda: store._client.ready)
     assert len([line for line in caplog.messages if "cannot be started" in line]) == 1
+
+
+def test_an_embedded_agent_whose_thread_does_not_start_leaves_the_place_to_others(pool, config, monkeypatch):
+    def refused(*_):
+        raise RuntimeError("can't start new thread")
+
+    EmbeddedStore(pool, CAPACITY).close()
+    said = []
+    starter = start.Starter(pool, msgspec.structs.replace(config, agent="embedded"), lambda *told: said.append(told))
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refused)
+        assert starter.see_to_it()
+    assert str(said[0][-1]) == "can't start new thread"
+    lock.let_go(lock.hold(pool))
 
 
 def test_why_an_agent_ends_before_it_serves_is_in_the_engines_log_as_well(pool, tmp_path, caplog):

@@ -340,28 +340,48 @@ def test_what_a_former_deployment_registered_is_replaced_and_what_a_person_regis
         engine.die()
 
 
-def test_instances_that_do_not_say_their_models_name_are_each_told_of_once(caplog, monkeypatch):
-    monkeypatch.setattr(module, "_REGISTER_EVERY_S", 0.0)
-    forget_causes()
+def registered(answer: Callable[[httpx.Request], httpx.Response], urls: list[str], rounds: int) -> list[str]:
+    """What is asked while instances are registered again and again with an index that answers so."""
     asked = list[str]()
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def note(request: httpx.Request) -> httpx.Response:
         asked.append(str(request.url))
-        return httpx.Response(401)
+        return answer(request)
 
     async def register() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(note)) as client:
             index = Index("http://index:1", block_tokens=64, deadline_s=60.0, token=b"", client=client)
-            publishing = [(url, "0", "tcp://127.0.0.1:5557") for url in ("http://one:1", "http://two:2")]
+            publishing = [(url, "0", "tcp://127.0.0.1:5557") for url in urls]
             registering = asyncio.create_task(index.keep_registered("vLLM", publishing))
-            while len(asked) < 6:
+            while len([url for url in asked if url.endswith("/v1/models")]) < rounds * len(urls):
                 await asyncio.sleep(0)
             registering.cancel()
 
-    asyncio.run(register())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_REGISTER_EVERY_S", 0.0)
+        forget_causes()
+        asyncio.run(register())
+    return asked
+
+
+def test_instances_that_do_not_say_their_models_name_are_each_told_of_once(caplog):
+    asked = registered(lambda request: httpx.Response(401), ["http://one:1", "http://two:2"], rounds=3)
     assert set(asked) == {"http://one:1/v1/models", "http://two:2/v1/models"}
     said = [message for message in caplog.messages if "it has an API key" in message]
     assert [message.partition(" is not registered")[0] for message in said] == ["http://one:1", "http://two:2"]
+
+
+def test_what_another_deployment_calls_the_same_is_replaced_once_and_not_in_turns(caplog):
+    other = {"instance_id": "http://one:1", "dp_rank": 0, "tenant_id": "default", "endpoint": "tcp://10.0.0.2:5557"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        said = {"/v1/models": {"data": [{"id": "m"}]}, "/services": {"services": [other]}}
+        refused = request.url.path == "/register"
+        return httpx.Response(409 if refused else 200, json=said.get(request.url.path, {}))
+
+    asked = registered(answer, ["http://one:1"], rounds=4)
+    assert asked.count("http://index:1/unregister") == 1 and asked.count("http://index:1/register") >= 4
+    assert "http://one:1 is not registered" in caplog.text and "/register answered 409" in caplog.text
 
 
 def reached(client: Client) -> bool:
