@@ -135,9 +135,8 @@ def test_a_request_that_ends_before_has_none(
 ) -> None:
     waiting.add(Told(RequestLine(id=REQUEST, prompt_tokens=1, local_tokens=0, hit_tokens=0), {}, lambda *said: None))
     prefill, decode = sides(pair)
-    prefill.run()
-    prefill.abort()
     decode.run(pair.address)
+    prefill.abort()
     assert decode.until() == KVPoll.Failed
     decode.failed()
     decode.clear()
