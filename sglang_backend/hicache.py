@@ -106,7 +106,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self.loaded_tokens = 0
         """Of prompts, so far."""
         self.last_asked: int | None = None
-        self.asked_by: dict[Any, int] = {}
+        self.asked_by: dict[int, int] = {}
+        self.question: tuple[Any, int] | None = None
         """See :mod:`sglang_backend.request_lines`."""
         self.wanted: Callable[[], bool] = always
         """Whether SGLang still waits for what it loads now."""

@@ -67,6 +67,8 @@ def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, oper
     with backend.metrics.repeating(again):
         found = query(controller, operation)
     setattr(operation, _ASKED, _Asked(again, time.monotonic() - began_s))
+    if _name(operation) == _NOBODY:
+        backend.question = operation, found[1]
     return found
 
 
@@ -77,6 +79,19 @@ def _agrees(agree: Callable[..., int], controller: Any, operation: Any, storage_
     asked: _Asked | None = getattr(operation, _ASKED, None)
     if backend is not None and asked is not None:
         _note_lookup(backend, controller, operation, asked, storage_hit_count, tokens)
+    return tokens
+
+
+def _agrees_on_question(ask: Callable[..., int], cache: Any, *args: Any, **kwargs: Any) -> int:
+    """Around what the scheduler of a decode instance asks in nobody's name, of which it takes the least as well."""
+    controller = cache.cache_controller
+    backend = None if controller is None else our_backend(controller)
+    if backend is None:
+        return ask(cache, *args, **kwargs)
+    backend.question = None  # it may not ask at all
+    tokens = ask(cache, *args, **kwargs)
+    if backend.question is not None:
+        _note_question(backend, controller, tokens)
     return tokens
 
 
@@ -99,8 +114,9 @@ def _is_asked_again(backend: Any, operation: Any) -> bool:
     if _name(operation) == _NOBODY:
         former, backend.last_asked = backend.last_asked, asked
     else:
-        former = backend.asked_by.pop(operation.handle, None)
-        backend.asked_by[operation.handle] = asked
+        request = hash(operation.handle)  # clients name requests as long as they like
+        former = backend.asked_by.pop(request, None)
+        backend.asked_by[request] = asked
         if len(backend.asked_by) > _MOST_ASKED:
             del backend.asked_by[next(iter(backend.asked_by))]
     return bool(former == asked)
@@ -144,6 +160,14 @@ def _note_disagreement(backend: Any, operation: Any, first: int, tokens: int, ag
 
 
 @contained(nothing)
+def _note_question(backend: Any, controller: Any, found_tokens: int) -> None:
+    operation, own_tokens = backend.question
+    if found_tokens < own_tokens:
+        first, again = found_tokens // controller.page_size, getattr(operation, _ASKED).again
+        _note_disagreement(backend, operation, first, own_tokens - first * controller.page_size, again)
+
+
+@contained(nothing)
 def _note_load(backend: Any, operation: Any, hit_tokens: int, load_s: float) -> None:
     found = getattr(operation, _FOUND, None)
     if found is None:  # a pipeline goes through the load of what was not found as well
@@ -181,5 +205,12 @@ TARGETS = (
         names=("token_ids", "prefix_keys", "all_hash_values"),
     ),
     Target(f"{_CONTROLLER}._sync_prefetch_hit_query", ("self", "operation", "storage_hit_count"), _agrees),
+    Target(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.query_storage_hit_length",
+        (
+            "self", "last_host_node_id", "new_input_tokens", "last_hash", "prefix_keys", "extra_key", "cache_salt",
+        ),
+        _agrees_on_question,
+    ),
     Target(f"{_CONTROLLER}._page_transfer", ("self", "operation"), _loads),
-)
+)  # fmt: skip

@@ -35,7 +35,8 @@ class Waiting:
         """Whether transfers have lines in this process."""
         self._lock = threading.Lock()
         self._told: dict[str, Told] = {}
-        self._lately: deque[str] = deque(maxlen=_LATELY)
+        self._lately: deque[int] = deque(maxlen=_LATELY)
+        """Hashes of ids, which are as long as clients like."""
 
     def add(self, told: Told) -> None:
         """Say it with the request's transfer; at once where there are no such lines, or it has ended. Of too many that
@@ -48,7 +49,7 @@ class Waiting:
     def _put(self, told: Told) -> Told | None:
         """What is to be said now."""
         name = told.line.id
-        if not self.is_on or name in self._lately:
+        if not self.is_on or hash(name) in self._lately:
             return told
         self._told[name] = told  # in place of what was said of the request before it was retracted, or looked up again
         return self._told.pop(next(iter(self._told))) if len(self._told) > _MOST_WAITING else None
@@ -56,7 +57,7 @@ class Waiting:
     def take(self, name: str) -> Told | None:
         """What waits for the transfer of this request, which has ended."""
         with self._lock:
-            self._lately.append(name)
+            self._lately.append(hash(name))
             return self._told.pop(name, None)
 
     def forget(self, name: str) -> None:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.misses import Miss
 from mooncake_connector.request_record import RequestRecord
 from sglang_backend import BACKEND
+from sglang_backend.request_lines import _agrees_on_question
 from store_client.testing import namespace
 
 NAMES = keys(PAGES)
@@ -321,7 +323,8 @@ def test_prompts_that_may_be_looked_up_again_are_not_remembered_for_ever(
     for number in range(5):
         one.controller.prefetch(CacheRequestHandle(f"{number}", 0), WHOLE, None, [], None)
         one.controller.prefetch_hit_queue.get(timeout=WAIT_S)
-    assert [handle.rid for handle in one.controller.storage_backend.asked_by] == ["3", "4"]
+    names = [CacheRequestHandle(f"{number}", 0) for number in (3, 4)]
+    assert list(one.controller.storage_backend.asked_by) == [hash(name) for name in names], "and not their long names"
 
 
 def of_two(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, found_pages: int, **options: Any) -> Rank:
@@ -383,6 +386,29 @@ def test_a_request_that_is_aborted_while_the_ranks_agree_misses_nothing(
     operation.mark_terminate()
     assert (found, one.controller._sync_prefetch_hit_query(operation, found)) == (192, 0)
     assert added() == {}
+
+
+def test_what_a_scheduler_asks_of_all_ranks_is_missed_where_one_lacks_it(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a decode instance, which asks again and again; with a rank that has all nothing is missed."""
+    one = of_two(rank, monkeypatch, found_pages=1)
+    lose(one, 1, heads=(2, 4))
+    least = 64
+
+    def ask(cache: Any, prompt: list[int]) -> int:
+        operation = PrefetchOperation(CacheRequestHandle("__storage_hit_query__", 0), prompt, None, None)
+        return min(one.controller._storage_hit_query(operation)[1], least)
+
+    cache = SimpleNamespace(cache_controller=one.controller)
+    for _ in range(2):
+        assert _agrees_on_question(ask, cache, WHOLE) == 64
+    assert added() == {"cleared": 128, "never_stored": 128} and lines(caplog) == []
+    least = 192
+    assert _agrees_on_question(ask, cache, WHOLE[:192]) == 192
+    assert _agrees_on_question(lambda cache: 0, cache) == 0, "nothing was asked"
+    assert _agrees_on_question(lambda cache: 0, SimpleNamespace(cache_controller=None)) == 0
+    assert added() == {"cleared": 128, "never_stored": 128} and "failed" not in caplog.text
 
 
 def test_a_pipeline_that_loads_nothing_has_one_line_and_no_fault(
