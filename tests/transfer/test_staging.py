@@ -1,5 +1,6 @@
 """A library that reads into staging: what it does late reaches nobody's memory."""
 
+import ctypes
 import os
 import queue
 import threading
@@ -15,7 +16,7 @@ from transfer.testing.memory import Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, TransferError
 from transfer.transports.libraries import staging
-from transfer.transports.libraries.staging import NUM_WORKERS, SLOT_NBYTES, StagedFetcher, Staging
+from transfer.transports.libraries.staging import NUM_WORKERS, SLOT_NBYTES, Slot, StagedFetcher, Staging
 from transfer.transports.memory import Memory
 from transfer.transports.pull import Fetch
 from transfer.transports.vectors import Pieces
@@ -126,6 +127,13 @@ def test_a_defect_of_the_library_fails_the_write_with_one_line_and_the_connectio
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["simulated_library"]
     pair.receiver.library.before = lambda: None
     assert outcome_of(pair.write()).ok
+
+
+def test_a_condemned_slot_gives_its_pages_back():
+    slot = Slot(MemoryReader())
+    ctypes.memset(slot.address, 7, SLOT_NBYTES)
+    slot.condemn()
+    assert not any(ctypes.string_at(slot.address, SLOT_NBYTES))
 
 
 def test_peers_that_are_gone_are_parted_from(pair):

@@ -24,7 +24,9 @@ from transfer.transports.wire import MAX_ORDER_PIECES, CopyStatus
 
 logger = get_logger(__name__)
 
-SLOT_NBYTES = 8 << 20
+SLOT_NBYTES = 4 << 20
+"""What is larger has left the processor's cache before it is copied out; what is smaller takes more calls of the
+library. A marked order has no more than this: see `_Order`."""
 NUM_WORKERS = 2
 """Of a peer: one waits for the library while the other scatters what has come."""
 _MIN_PART_NBYTES = 1 << 20
@@ -36,7 +38,8 @@ class Slot:
 
     def __init__(self, reader: Reader) -> None:
         """Raises TransferError, OSError."""
-        self._map = mmap.mmap(-1, SLOT_NBYTES)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared keeps its pages when it is condemned
+        self._map = mmap.mmap(-1, SLOT_NBYTES, flags=flags)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         reader.stage(self.address, SLOT_NBYTES)
 

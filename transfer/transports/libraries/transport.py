@@ -24,7 +24,7 @@ from transfer.transports.vectors import Pieces, Vector
 from transfer.transports.wire import CopyStatus
 
 MAX_ORDER_NBYTES = 128 << 20
-"""Each order takes 0.5 ms of processors that are copying: a tenth of the rate, were one as long as a slot."""
+"""Each order takes 0.5 ms of processors that are copying, as long as it takes to read and copy a slot."""
 MAX_ORIGIN_NBYTES = 1 << 20
 
 
