@@ -16,7 +16,7 @@ from certificates import CAN_MAKE, make_certificate
 from simulated.waiting import wait_for
 
 from transfer.transports import tls_relay
-from transfer.transports.tls_relay import CHUNK_NBYTES, Relayed, make_context
+from transfer.transports.tls_relay import CHUNK_NBYTES, MAX_WAITING, Relayed, make_context
 
 pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
 
@@ -145,7 +145,7 @@ def test_who_reads_nothing_holds_up_the_other_way_for_nobody_and_costs_little(fi
         for end in (ends.engine, peer):
             fill(end, ends)
         assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 16 * MIB
-        assert len(ends.relayed._cipher) < 2 * CHUNK_NBYTES and len(ends.relayed._clear) < 2 * CHUNK_NBYTES
+        assert len(ends.relayed._cipher) < 2 * CHUNK_NBYTES and len(ends.relayed._clear) <= MAX_WAITING
         assert read(peer, MIB) and read(ends.engine, CHUNK_NBYTES)
 
 
@@ -260,6 +260,15 @@ def test_a_connection_that_is_cut_off_is_an_error_after_what_came_before(files):
         error = ends.ended()
         raw.close()
         assert isinstance(error, ConnectionResetError) and "cut off" in error.strerror
+
+
+def test_what_the_peer_says_is_decrypted_while_the_engine_is_busy(files):
+    with relayed(files) as ends:
+        speaker = threading.Thread(target=says, args=(ends.peer(files), MUCH))
+        speaker.start()
+        wait_for(lambda: len(ends.relayed._clear) == MAX_WAITING and ends.rests())
+        assert read(ends.engine, len(MUCH)) == MUCH
+        speaker.join(60)
 
 
 def test_a_forged_record_is_an_error_after_what_came_before(files):

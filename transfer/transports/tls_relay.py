@@ -5,8 +5,8 @@ handed over: a datagram each, with a Unix socket and a TCP socket. What is said 
 other, and back. How a connection ended, where that was not by its end, is answered before the Unix socket is closed.
 The process ends when the control socket does.
 
-A connection has a thread, in which all of its TLS is done: at most `CHUNK_NBYTES` are under way each way, plain and
-encrypted, and each way goes on while the other one waits.
+A connection has a thread, in which all of its TLS is done: at most `CHUNK_NBYTES` are under way to the network, and
+`MAX_WAITING` times as much to the engine, plain and encrypted; each way goes on while the other one waits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ import ssl
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 CHUNK_NBYTES = 128 << 10
-"""Read at a time, from either side, once what was read before is gone."""
+"""Read at a time, from either side."""
+MAX_WAITING = 32
+"""Readings from the wire that wait for the engine, which beside a busy Python thread comes back 5 ms late."""
 MAX_CONNECTIONS = 1024
 """Of which an engine has at most some hundred; the rest are those that it closed, on their way out."""
 MAX_LEAVING = 128
@@ -70,7 +73,8 @@ class Relayed:
         self._plain, self._wire = plain, wire
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
-        self._cipher = self._clear = memoryview(b"")
+        self._cipher = memoryview(b"")
+        self._clear: deque[memoryview] = deque()
         """What the wire, and the engine, have not taken yet."""
         self._room = memoryview(b"")
         """For what comes out of one reading, and of the record that the one before had only a part of; made when the
@@ -130,7 +134,7 @@ class Relayed:
     def _ready(self) -> tuple[int, int]:
         is_whole = self._broken is None and self._failure is None
         takes_plain = bool(self._room) and is_whole and not self._cipher and not self._is_left
-        takes_wire = not self._clear and not self._is_ended
+        takes_wire = len(self._clear) < MAX_WAITING and not self._is_ended
         wanted = {
             self._plain: takes_plain * select.POLLIN | (len(self._clear) > 0) * select.POLLOUT,
             self._wire: takes_wire * select.POLLIN | (len(self._cipher) > 0) * select.POLLOUT,
@@ -200,6 +204,7 @@ class Relayed:
         try:
             if not self._room:
                 self._tls.do_handshake()
+            if not self._room or self._clear:  # what waits lies in the former one
                 self._room = memoryview(bytearray(CHUNK_NBYTES + 2 * _RECORD_NBYTES))
             while taken := self._tls.read(_RECORD_NBYTES, self._room[at:]):
                 at += taken  # type: ignore[operator]  # a number, since there is a buffer
@@ -211,7 +216,8 @@ class Relayed:
             self._fail(self._broken or cut_off)
         except OSError as error:
             self._fail(error)
-        self._clear = self._room[:at]
+        if at:
+            self._clear.append(self._room[:at])
         self._collect()
         self._end_plain()
 
@@ -234,11 +240,17 @@ class Relayed:
 
     def _give(self) -> None:
         try:
-            self._clear = self._clear[self._plain.send(self._clear) :]
+            while self._clear:
+                part = self._clear[0]
+                rest = part[self._plain.send(part) :]
+                if rest:
+                    self._clear[0] = rest
+                else:
+                    self._clear.popleft()
         except BlockingIOError:
             return
         except OSError:  # it has closed
-            self._clear = memoryview(b"")
+            self._clear.clear()
         self._end_plain()
 
     def _end_plain(self) -> None:
