@@ -22,6 +22,7 @@ from transfer.transports.rdma.pair import Pair
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.rdma.verbs import library
+from transfer.transports.rdma.windows import BATCH
 
 pytestmark = pytest.mark.inside
 NBYTES = 12 * MIB
@@ -41,8 +42,9 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def mute(sender: Any, peer: Any, number: int) -> None:
     """The sender's end of a rail answers no read any more, as one behind a cut cable; there will be another one."""
-    pairs, rail = peer._encoder._pairs, sender._rails.all[number]
-    gone, pairs[number] = pairs[number], Pair(rail.card, peer._encoder._queues[number], 1)
+    encoder, rail = peer._encoder, sender._rails.all[number]
+    gone, other = encoder._pairs[number], Pair(rail.card, encoder._queues[number], BATCH)
+    encoder._pairs[number] = encoder._windows[number]._pair = other
     gone.close()
 
 
