@@ -32,6 +32,10 @@ _HEARING_S = 0.5
 from the last page that arrived: those behind it may be in other shards, which are asked for only then."""
 NOT_LANDED = "not_landed"
 """Why a load ends whose next page was on its way until the deadline: that is no fault of the pool."""
+_NOT_HEARD = "not_heard"
+"""Why one ends whose next page was promised elsewhere, and here who was asked for it says nothing."""
+LATE = (NOT_LANDED, _NOT_HEARD)
+"""Pages that may be on their way all the same."""
 _LOCK_WAIT_S = 0.5
 """Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped. (Beside
 eight busy processes a core a holder was seen to wait 0.15 s for its turn.)"""
@@ -210,6 +214,8 @@ class Load(Job):
         self.awaits = there.pages == 0 and self._is_coming(there)
         if self.awaits:
             return self.late_cause if self.left_s < 0 else None
+        if there.pages == 0 and there.unheard and self._is_promised:
+            return _NOT_HEARD
         if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
             return "page_lost"
         self._heard = there.coming > 0
@@ -220,9 +226,12 @@ class Load(Job):
         if there.pending or there.coming:
             self._heard = self._heard or there.coming > 0
             return True
-        promised = self.pages >= len(self.keys) - self.num_coming
         hearing_until_s = max(self.begun_s, self.since_s) + _HEARING_S
-        return promised and not self._heard and time.monotonic() < hearing_until_s
+        return self._is_promised and not self._heard and time.monotonic() < hearing_until_s
+
+    @property
+    def _is_promised(self) -> bool:
+        return self.pages >= len(self.keys) - self.num_coming
 
     def _read(self, view: ShardView, keys: Sequence[bytes]) -> int:
         """How many of these pages arrived, from the first on."""

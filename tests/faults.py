@@ -113,7 +113,7 @@ class Late:
 class Arrivals:
     """Pages that are there count once they have landed; until then the store says of those `promised` that they come.
 
-    `deaf` lookups of loads are answered as if the store had not been told of anything yet.
+    `deaf` lookups of loads are answered as if the store had not heard of anything yet from who brings them.
     """
 
     def __init__(self, promised: Sequence[bytes], deaf: int = 0) -> None:
@@ -128,7 +128,7 @@ class Arrivals:
         pages = next((number for number, key in enumerate(keys) if key not in self.landed), len(keys))
         if self.deaf and threading.current_thread().name == "mooncake-connector-load":
             self.deaf -= 1
-            return Lookup(pages)
+            return Lookup(pages, unheard=pages < len(keys))
         rest = keys[pages:]
         coming = next((number for number, key in enumerate(rest) if key not in self.promised), len(rest))
         return Lookup(pages, coming=coming)

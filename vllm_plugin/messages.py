@@ -165,7 +165,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             with what was loaded.
         stalled: whether a load was given up at its deadline, since the pool hangs, or the device hangs or refuses each
             copy.
-        not_landed: of the failed loads those that waited in vain for pages that were coming: the pool is well.
+        late: of the failed loads those whose pages may be on their way all the same: the pool is well.
+        not_landed: whether one of these waited in vain until its deadline for pages that were said to be coming.
         failed_transfers: announced requests of which nothing will come, and that had no blocks then.
         timings: of loads and transfers that ended, where each request has a line in the log (`log_requests`).
         weights: those in memory, where they were asked for.
@@ -174,7 +175,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: dict[str, int] = field(default_factory=dict)
     stalled: bool = False
-    not_landed: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
+    not_landed: bool = False
     failed_transfers: set[str] = field(default_factory=set)
     timings: dict[str, Timing] = field(default_factory=dict)
     weights: Reading | None = None
@@ -195,7 +197,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             saves,
             dict(self.failed_loads),
             self.stalled or other.stalled,
-            self.not_landed | other.not_landed,
+            self.late | other.late,
+            self.not_landed or other.not_landed,
             self.failed_transfers | other.failed_transfers,
             dict(self.timings),
             self.weights if other.weights is None else other.weights.merge(self.weights or Reading(0, 0)),

@@ -17,12 +17,13 @@ GATE_S = 60.0
 
 class LandingSpace:
     """Duck-typed `Space` in memory. `expected` are keys whose pages are said to be on their way: maybe, or where
-    `sure` as coming. `deaf` lookups are answered as if it had not heard of that yet."""
+    `sure` as coming. `deaf` lookups are answered as if it had not heard of that yet, and where it is `silent` all as if
+    it hears of nothing from who brings them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.expected: set[bytes] = set()
-        self.sure = False
+        self.sure = self.silent = False
         self.deaf = 0
         self.announced: list[list[bytes]] = []
         self.refused = False
@@ -55,6 +56,8 @@ class LandingSpace:
         count = next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
         rest = keys[count:]
         coming = next((number for number, key in enumerate(rest) if key not in self.expected), len(rest))
+        if self.silent:
+            return Lookup(count, unheard=count < len(keys))
         if self.deaf:
             self.deaf -= 1
             coming = 0

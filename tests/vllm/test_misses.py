@@ -154,6 +154,26 @@ def test_a_load_that_fails_is_a_hit_as_far_as_it_came(start: Start, faults: Faul
 
 
 @steady_runners
+def test_of_what_was_promised_and_not_heard_of_any_more_all_is_late_and_the_next_is_promised(
+    start: Start, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store_client.jobs._HEARING_S", 0.0)
+    warm_pool(start, PROMPT, OTHER)
+    engine = start(extra={"tiers": ["mooncake"], "agent": "external", "lookup_wait_s": 60.0})
+    faults.answer = arrivals = Arrivals([*page_keys(PROMPT, 16), *page_keys(OTHER, 16)], deaf=1)
+    name = engine.add(PROMPT, 1)
+    engine.finish(name)
+    assert missed(engine) == {"late": FULL, "short": TAIL} and not arrivals.deaf
+    assert figures(engine)["failures"]["load_not_heard"] == 1
+    name = engine.add(OTHER, 1)
+    loads = engine.workers[0].prefix._loads
+    engine.run(until=lambda: loads.pending and loads.pending[0].awaits)
+    arrivals.land(page_keys(OTHER, 16))
+    engine.finish(name)
+    assert figures(engine)["hit_tokens"] == FULL
+
+
+@steady_runners
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_what_was_promised_and_did_not_come_is_late_and_what_failed_beside_it_is_not(
     start: Start, faults: Faults, tp_size: int

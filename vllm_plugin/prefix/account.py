@@ -167,7 +167,7 @@ class Accounts:
                 account.timing = account.timing.merge(timing)
         for req_id, kept in report.failed_loads.items():
             if req_id in tracked and (account := tracked[req_id].account) is not None:
-                account.lose(Miss.LATE if req_id in report.not_landed else Miss.LOAD_FAILED, kept)
+                account.lose(Miss.LATE if req_id in report.late else Miss.LOAD_FAILED, kept)
 
     @contained(nothing)
     def close(self, tracked: Tracked) -> None:

@@ -415,7 +415,7 @@ class PrefixScheduler:
         if isinstance(report, WorkerReport):
             for job_id, result in report.saves.items():
                 self.saves.ended(job_id, result)
-            self._lookups.loads_failed(stalled=report.stalled, not_landed=bool(report.not_landed))
+            self._lookups.loads_failed(stalled=report.stalled, not_landed=report.not_landed)
             for req_id in report.failed_loads.keys() & self._tracked.keys():
                 self._tracked[req_id].refused = True
             self.accounts.reported(report, self._tracked)

@@ -16,7 +16,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes
-from store_client.jobs import NOT_LANDED, Job, Load
+from store_client.jobs import LATE, NOT_LANDED, Job, Load
 from store_client.mover import Mover
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
@@ -157,8 +157,9 @@ class PrefixWorker:
             ended.report.failed_load(req_id, self._kept(plan, load.pages))
             refused = load.cause in ("copy", "paused") and self._loads.paused
             ended.report.stalled |= refused or load.cause == "deadline"
-            if load.cause == NOT_LANDED:
-                ended.report.not_landed.add(req_id)
+            ended.report.not_landed |= load.cause == NOT_LANDED
+            if load.cause in LATE:
+                ended.report.late.add(req_id)
             if self._memory.geometry.is_hybrid:
                 self._failed.add(req_id)
             else:

@@ -99,14 +99,35 @@ class TestLoadsThatGrow:
         space.land(KEYS[2:])
         assert over(job) and job.cause == "" and memory.holds(len(KEYS))
 
-    def test_a_promised_page_of_which_the_store_never_hears_is_lost(self, mover, space, view, memory, clock):
-        space.sure = True
+    @pytest.mark.parametrize(("silent", "cause"), [(False, "page_lost"), (True, "not_heard")])
+    def test_a_promised_page_of_which_the_store_says_or_hears_nothing_is_lost(
+        self, mover, space, view, memory, clock, silent, cause
+    ):
+        space.sure, space.silent = True, silent
         space.land(KEYS[:2])
         job = load(view, memory, num_coming=len(KEYS) - 2)
         mover.submit(job)
         wait_for(lambda: job.pages == 2)
         clock.ahead_s += store_client.jobs._HEARING_S
-        assert over(job) and (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
+        assert over(job) and (job.pages, job.cause) == (2, cause) and memory.holds(2)
+
+    def test_where_nothing_is_heard_of_a_page_that_nobody_promised_it_is_lost(self, mover, space, view, memory):
+        space.silent = True
+        space.land(KEYS[:2])
+        job = load(view, memory)
+        mover.run(job)
+        assert (job.pages, job.cause) == (2, "page_lost")
+
+    def test_who_said_that_a_page_is_coming_and_says_nothing_any_more_may_bring_it_yet(
+        self, mover, space, view, memory
+    ):
+        space.sure, space.expected = True, set(KEYS)
+        space.land(KEYS[:2])
+        job = load(view, memory, num_coming=len(KEYS) - 2)
+        mover.submit(job)
+        wait_for(lambda: job.awaits)
+        space.silent = True
+        assert over(job) and (job.pages, job.cause) == (2, "not_heard") and memory.holds(2)
 
     def test_a_page_that_was_coming_and_comes_no_more_ends_a_load_at_once(
         self, mover, space, view, memory, monkeypatch
