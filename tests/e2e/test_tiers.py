@@ -189,7 +189,6 @@ def test_what_an_agent_did_not_say_in_time_is_late(fleet: Fleet) -> None:
         said = line(host.server, lambda: fleet.ask(host, question, salt))
         assert (said["miss"], said["hit_tokens"], said["tier"]) == ("late", "0", "-")
     explained_in_words(host.server, host.agent.pool, said)
-    host.agent.restart()  # or it takes the tier to be slow for a while
 
 
 def test_sglang_loads_what_vllm_computed(fleet: Fleet) -> None:
