@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,8 @@ def _card(rail: Rail, settings: RdmaSettings) -> Card:
         card.has_windows = False
         cause = f"transfer.rdma.windows:{rail.device}:{kind_of(why_not)}"
         said = "rdma: %s has no memory windows for us, so peers that were told a key keep it: %s"
-        log_once(cause, said, rail.device, why_not, logger=logger)
+        level = logging.INFO if settings.no_windows else logging.WARNING
+        log_once(cause, said, rail.device, why_not, level=level, logger=logger)
     return card
 
 
