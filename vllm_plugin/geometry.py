@@ -102,6 +102,11 @@ class Group:
         ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
         return list(dict.fromkeys(shard for pp, tp in ranks if (shard := self.shard(pp, tp)) is not None))
 
+    @property
+    def whole(self) -> Shard:
+        """What an instance of one rank holds."""
+        return Shard(0, self.num_layers, 0, self.num_kv_heads)
+
     def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
         return PageFormat(shard.num_layers, page_tokens, shard.num_heads, self.k_dim, self.v_dim, self.itemsize)
 

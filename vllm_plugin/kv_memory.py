@@ -117,7 +117,8 @@ class KVMemory:
         if self.locks is None or not parts:
             return
         page_nbytes = max(part.fmt.nbytes for part in parts)
-        self._device = open_device(device, self.locks, self._config.device_slab, page_nbytes)
+        whole_nbytes = max(part.group.page_format(part.group.whole, self.page_tokens).nbytes for part in parts)
+        self._device = open_device(device, self.locks, self._config.device_slab, page_nbytes, whole_nbytes)
         for part in parts:
             if self._device is not None and isinstance(part.blocks, KVBlocks):
                 part.device_pages = self._device.pages(part.blocks, part.shard, part.fmt)

@@ -78,7 +78,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        vllm_plugin.kv_memory, "open_device", lambda where, locks, _, nbytes: open_device(where, locks, 1, nbytes)
+        vllm_plugin.kv_memory, "open_device", lambda where, locks, _, *nbytes: open_device(where, locks, 1, *nbytes)
     )
 
 

@@ -68,14 +68,16 @@ def blocks_of(seed: int) -> tuple[torch.Tensor, KVBlocks]:
     return memory, KVBlocks(list(memory.permute(0, 1, 3, 2, 4)), OWN, FMT, None)
 
 
-def moved(kernel: Any, slab_nbytes: int = 1 << 20, undigested: Collection[int] = ()) -> Moved:
+def moved(
+    kernel: Any, slab_nbytes: int = 1 << 20, undigested: Collection[int] = (), whole_nbytes: int = 0
+) -> Moved:
     stand_in = StandIn(kernel)
     stand_in.undigested.update(undigested)
     locks = stand_in.locks_for(None)
     patch = pytest.MonkeyPatch()
     stand_in.install(patch)
     try:
-        device = Device(torch.device("cpu"), locks, slab_nbytes, FMT.nbytes)
+        device = Device(torch.device("cpu"), locks, slab_nbytes, FMT.nbytes, whole_nbytes)
         memory, blocks = blocks_of(1)
         pages = device.pages(blocks, OWN, FMT)
     finally:
@@ -111,7 +113,8 @@ EXAMPLES = settings(deadline=None, max_examples=10, suppress_health_check=[Healt
 def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(interpreted: Any, tables: Any, data: Any) -> None:
     """With their digests, but of those that the device has nothing to do with, and of one size that it digests not."""
     undigested = 7 * 2 * FMT.nbytes // 6
-    all_of = moved(interpreted, data.draw(st.sampled_from([1, 1 << 14, 1 << 20])), {undigested})
+    slab_nbytes = data.draw(st.sampled_from([1, 6 * FMT.nbytes, 8 * FMT.nbytes, 1 << 16, 1 << 20]))
+    all_of = moved(interpreted, slab_nbytes, {undigested})
     digests: list[int | None] = []
     for number, table in enumerate(tables):
         part = data.draw(st.sampled_from([OWN, OWN, OWN, Shard(0, 4, 0, 4), Shard(2, 9, 0, 2)]))
@@ -153,10 +156,11 @@ def test_any_pages_leave_the_blocks_as_numpy_packs_them(interpreted: Any, tables
     all_of.device.close()
 
 
-def smallest(kernel: Any) -> Moved:
+def smallest(kernel: Any, lanes: int = FEWEST_LANES) -> Moved:
     """With lanes that hold one page each."""
-    all_of = moved(kernel, slab_nbytes=1)
+    all_of = moved(kernel, slab_nbytes=2 * lanes * FMT.nbytes)
     assert all_of.device.loads._most_nbytes < 2 * all_of.pages._out.place_nbytes
+    assert len(all_of.device.loads._lanes) == len(all_of.device.saves._lanes) == lanes
     return all_of
 
 
@@ -169,15 +173,30 @@ def test_a_pipe_has_lanes_for_a_page_each(pages: int, lanes: int) -> None:
     assert nbytes >= aligned(page_nbytes) + aligned(-(-page_nbytes // 1024) * 64), "a page, and what its digest needs"
 
 
-def test_lanes_are_used_again_only_when_they_are_through(kernel: Any) -> None:
-    all_of = smallest(kernel)
+def test_lanes_for_loads_have_room_for_what_other_shards_have_where_that_costs_no_memory(kernel: Any) -> None:
+    whole = replace(FMT, num_layers=2 * FMT.num_layers)
+    slab_nbytes, table = 2 * 4 * FMT.nbytes, [3, 1, 2]
+    all_of = moved(kernel, slab_nbytes, whole_nbytes=whole.nbytes)
+    assert [len(pipe._lanes) for pipe in (all_of.device.loads, all_of.device.saves)] == [2, 4]
+    taken = sum(slab.nbytes for slab in all_of.stand_in.library.slabs.values())
+    assert taken <= slab_nbytes * 17 / 16 + 2 * MOST_LANES * 2 * ALIGNMENT
+    page, part = page_of(whole, 1), Shard(0, whole.num_layers, OWN.head_start, OWN.head_stop)
+    all_of.pages.load_page(part, table, 0, page, 0)
+    all_of.plain.load_page(part, table, 0, page, 0)
+    assert all_of.pages.settle_loads() == [digest(page)], "by the device"
+    assert all_of.agrees()
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_lanes_are_used_again_only_when_they_are_through(kernel: Any, lanes: int) -> None:
+    all_of = smallest(kernel, lanes)
     pages = [page_of(FMT, number) for number in range(NUM_PAGES)]
     for number, page in enumerate(pages):
         table = list(range(3 * number, 3 * number + 3))
         all_of.pages.load_page(OWN, table, 0, page, 0)
         all_of.plain.load_page(OWN, table, 0, page, 0)
     done = sum(runs for into, runs in all_of.stand_in.launched if into)
-    assert 0 < done == 2 * (NUM_PAGES - FEWEST_LANES), "two blocks a page, and the last pages wait"
+    assert 0 < done == 2 * (NUM_PAGES - lanes), "two blocks a page, and the last pages wait"
     assert all_of.pages.settle_loads() == list(map(digest, pages))
     assert all_of.agrees()
 
@@ -193,7 +212,9 @@ def saves_of(all_of: Moved, count: int) -> tuple[list[Any], list[Any]]:
     return found, expected
 
 
-@pytest.mark.parametrize("slab_nbytes", [1, 6 * FMT.nbytes, 1 << 20], ids=["one a lane", "some", "all in one lane"])
+@pytest.mark.parametrize(
+    "slab_nbytes", [1, 6 * FMT.nbytes, 8 * FMT.nbytes, 1 << 20], ids=["two lanes", "three", "four", "all in one"]
+)
 @pytest.mark.parametrize("first", [1, 3, 7])
 def test_the_first_pages_are_settled_while_others_are_under_way(kernel: Any, slab_nbytes: int, first: int) -> None:
     """Each page has the digest of its own bytes, however lanes and batches lie to each other."""
@@ -216,12 +237,13 @@ def test_a_lane_that_is_being_filled_is_not_begun_for_pages_before_it(kernel: An
     assert all_of.pages.settle_saves() == list(map(digest, expected[1:])) and np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("lanes", [2, 4])
 @pytest.mark.parametrize("call, good", itertools.product(("cuMemcpyAsync", "cuStreamSynchronize"), range(3)))
 def test_once_the_driver_refused_something_no_page_before_it_is_settled_and_nothing_is_under_way(
-    kernel: Any, call: str, good: int
+    kernel: Any, call: str, good: int, lanes: int
 ) -> None:
     """What was refused may be of the pages before those that were begun then."""
-    all_of = smallest(kernel)
+    all_of = smallest(kernel, lanes)
     all_of.stand_in.library.fail[call] = good
     with pytest.raises(CopyFailed, match=call):
         saves_of(all_of, NUM_PAGES)

@@ -58,17 +58,21 @@ class Device:
     Args:
         where: the device that the blocks are on.
         locks: what the driver has locked of the pool's memory.
-        slab_nbytes: of device memory for pages; more where four of the largest need it.
+        slab_nbytes: of device memory for pages; more where four of the largest of this rank need it.
+        page_nbytes, whole_nbytes: of the largest pages of this rank's shard, and of the whole model, some of which
+            other shards may have.
 
     Raises:
         CudaError: the driver has no more memory, or streams.
     """
 
-    def __init__(self, where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int) -> None:
+    def __init__(
+        self, where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int, whole_nbytes: int = 0
+    ) -> None:
         self._where, self._driver, self._ordinal = where, locks.driver, where.index or 0
-        lanes = lanes_for(slab_nbytes // _WAYS, page_nbytes)
-        each = math.prod(lanes)
-        slab = self._driver.allocate(self._ordinal, _WAYS * each)
+        loads = lanes_for(slab_nbytes // _WAYS, page_nbytes, whole_nbytes)
+        saves = lanes_for(slab_nbytes // _WAYS, page_nbytes)  # of this rank's own shard
+        slab = self._driver.allocate(self._ordinal, math.prod(loads) + math.prod(saves))
         self._memory = [slab]
         self._starts: dict[tuple[Permutation, int, bool], Start] = {}
         self._digests: tuple[digests.Start, int] | None = None
@@ -77,9 +81,10 @@ class Device:
         self._compiling = threading.Lock()
         with contextlib.ExitStack() as undone:
             undone.callback(self._driver.free, self._ordinal, slab)
-            self.loads = Pipe(self._driver, self._ordinal, slab, lanes, locks, into_blocks=True)
+            self.loads = Pipe(self._driver, self._ordinal, slab, loads, locks, into_blocks=True)
             undone.callback(self.loads.close)
-            self.saves = Pipe(self._driver, self._ordinal, slab + each, lanes, locks, into_blocks=False)
+            behind = slab + math.prod(loads)
+            self.saves = Pipe(self._driver, self._ordinal, behind, saves, locks, into_blocks=False)
             undone.pop_all()
 
     def pages(self, blocks: KVBlocks, shard: Shard, fmt: PageFormat) -> DevicePages | None:
@@ -147,10 +152,12 @@ class Device:
                     self._driver.free(self._ordinal, address)
 
 
-def open_device(where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int) -> Device | None:
+def open_device(
+    where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int, whole_nbytes: int = 0
+) -> Device | None:
     """As `Device`; None where the device has no room for it."""
     try:
-        return Device(where, locks, slab_nbytes, page_nbytes)
+        return Device(where, locks, slab_nbytes, page_nbytes, whole_nbytes)
     except Unavailable as error:
         log_once(
             "vllm.device", "pages go between %s and the pool by way of host memory, which is slow: %s; leave more "

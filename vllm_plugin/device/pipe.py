@@ -43,13 +43,13 @@ _CLOSE_S = 2.0
 """Longest wait at the end: after that the device hangs, and what it holds stays."""
 
 
-def lanes_for(nbytes: int, page_nbytes: int) -> tuple[int, int]:
+def lanes_for(nbytes: int, page_nbytes: int, largest_nbytes: int = 0) -> tuple[int, int]:
     """How many lanes a pipe has that hold so many bytes of pages in all, and the bytes of each.
 
-    They are as many as have room for a page each, or if that is less than the fewest, these. Digests need a sixteenth
-    beside the pages.
+    They are as many as have room for a page each, also for one of the largest that other shards have, or if that is
+    less than the fewest, these: in which the largest may not fit. Digests need a sixteenth beside the pages.
     """
-    count = max(FEWEST_LANES, min(MOST_LANES, nbytes // aligned(page_nbytes)))
+    count = max(FEWEST_LANES, min(MOST_LANES, nbytes // aligned(max(page_nbytes, largest_nbytes))))
     pages = max(nbytes // count, aligned(page_nbytes))
     return count, aligned(pages + pages // 16) + ALIGNMENT
 
