@@ -16,7 +16,7 @@ from certificates import CAN_MAKE, make_certificate
 from simulated.waiting import wait_for
 
 from transfer.transports import tls_relay
-from transfer.transports.tls_relay import CHUNK_NBYTES, MAX_WAITING, Relayed, make_context
+from transfer.transports.tls_relay import CHUNK_NBYTES, MAX_WAITING, Backlog, Relayed, make_context
 
 pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
 
@@ -32,14 +32,15 @@ def files(tmp_path_factory):
 class Ends:
     """A relayed connection; `engine` and `network` are its sockets, `outcome` has what `run` raised."""
 
-    def __init__(self, files, server=True):
+    def __init__(self, files, server=True, backlog=None):
         self.engine, plain = socket.socketpair()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.network = socket.create_connection(listener.getsockname())
             wire, _ = listener.accept()
         for end in (self.engine, self.network):
             end.settimeout(60)
-        self.relayed = Relayed(plain, wire, make_context(**files, server=server), server=server)
+        context = make_context(**files, server=server)
+        self.relayed = Relayed(plain, wire, context, backlog or Backlog(), server=server)
         self.outcome = []
         self.turns = 0
         self.thread = threading.Thread(target=self._run)
@@ -271,6 +272,30 @@ def test_what_the_peer_says_is_decrypted_while_the_engine_is_busy(files):
         speaker.join(60)
 
 
+def test_all_connections_together_have_only_so_many_readings_waiting(files, monkeypatch):
+    monkeypatch.setattr(tls_relay, "MAX_WAITING_OF_ALL", 6)
+    backlog = Backlog()
+    with relayed(files, backlog=backlog) as one, relayed(files, backlog=backlog) as other:
+        speakers = []
+        for ends in (one, other):
+            speakers.append(threading.Thread(target=says, args=(ends.peer(files), MUCH)))
+            speakers[-1].start()
+            wait_for(lambda: ends.relayed._clear and ends.rests())  # noqa: B023
+        assert len(one.relayed._clear) == 6 and len(other.relayed._clear) == 1 and backlog.count == 7
+        assert read(other.engine, len(MUCH)) == MUCH == read(one.engine, len(MUCH))
+        for speaker in speakers:
+            speaker.join(60)
+        wait_for(lambda: not backlog.count)
+        speakers = [threading.Thread(target=says, args=(one.network, MUCH))]
+        speakers[0].start()
+        wait_for(lambda: backlog.count == 6)
+        one.engine.close()
+        speakers[0].join(60)
+        one.network.close()
+        one.ended()
+        assert not backlog.count, "what it had waiting went with it"
+
+
 def test_a_forged_record_is_an_error_after_what_came_before(files):
     """Also where the engine does not take that at once."""
     with relayed(files) as ends:
@@ -352,7 +377,7 @@ def test_keys_may_change_in_the_middle(files, tmp_path):
                               stderr=subprocess.DEVNULL) as client:
             wire, _ = listener.accept()
             engine, plain = socket.socketpair()
-            connection = Relayed(plain, wire, make_context(**files, server=True), server=True)
+            connection = Relayed(plain, wire, make_context(**files, server=True), Backlog(), server=True)
             thread = threading.Thread(target=connection.run)
             thread.start()
             engine.settimeout(60)

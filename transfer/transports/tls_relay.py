@@ -29,6 +29,8 @@ CHUNK_NBYTES = 128 << 10
 """Read at a time, from either side."""
 MAX_WAITING = 32
 """Readings from the wire that wait for the engine, which beside a busy Python thread comes back 5 ms late."""
+MAX_WAITING_OF_ALL = 512
+"""Of all connections together; while there are so many, one has to be over before a connection takes the next."""
 MAX_CONNECTIONS = 1024
 """Of which an engine has at most some hundred; the rest are those that it closed, on their way out."""
 MAX_LEAVING = 128
@@ -66,11 +68,27 @@ def make_context(certificate: str, key: str, authority: str, *, server: bool) ->
     return context
 
 
+class Backlog:
+    """How many readings wait for the engine, of all its connections. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, more: int) -> None:
+        with self._lock:
+            self.count += more
+
+
 class Relayed:
     """One connection; see the module."""
 
-    def __init__(self, plain: socket.socket, wire: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
-        self._plain, self._wire = plain, wire
+    def __init__(
+        self, plain: socket.socket, wire: socket.socket, context: ssl.SSLContext, backlog: Backlog, *, server: bool
+    ) -> None:
+        self._plain, self._wire, self._backlog = plain, wire, backlog
+        self._num_counted = 0
+        """In the backlog."""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._cipher = memoryview(b"")
@@ -119,6 +137,7 @@ class Relayed:
             self._wire.send(self._cipher)
         self._plain.close()
         self._wire.close()
+        self._backlog.add(-self._num_counted)
 
     def _turn(self) -> None:
         at_plain, at_wire = self._ready()
@@ -130,11 +149,15 @@ class Relayed:
             self._take_wire()
         if self._clear:
             self._give()
+        if more := len(self._clear) - self._num_counted:
+            self._backlog.add(more)
+            self._num_counted += more
 
     def _ready(self) -> tuple[int, int]:
         is_whole = self._broken is None and self._failure is None
         takes_plain = bool(self._room) and is_whole and not self._cipher and not self._is_left
-        takes_wire = len(self._clear) < MAX_WAITING and not self._is_ended
+        most = MAX_WAITING if self._backlog.count < MAX_WAITING_OF_ALL else 1
+        takes_wire = len(self._clear) < most and not self._is_ended
         wanted = {
             self._plain: takes_plain * select.POLLIN | (len(self._clear) > 0) * select.POLLOUT,
             self._wire: takes_wire * select.POLLIN | (len(self._cipher) > 0) * select.POLLOUT,
@@ -267,6 +290,7 @@ class Relay:
         self._control = control
         self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
         self._threads: dict[threading.Thread, Relayed] = {}
+        self._backlog = Backlog()
 
     def run(self) -> None:
         """Until the control socket ends."""
@@ -297,7 +321,7 @@ class Relay:
         which = (*files, str(is_server))
         if which not in self._contexts:
             self._contexts[which] = self._context(files, is_server)
-        relayed = Relayed(plain, wire, self._contexts[which], server=is_server)
+        relayed = Relayed(plain, wire, self._contexts[which], self._backlog, server=is_server)
         thread = threading.Thread(target=self._relay, args=(number, relayed), daemon=True)
         self._threads[thread] = relayed
         try:
