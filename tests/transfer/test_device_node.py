@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_the_kernel_is_compiled_when_a_node_starts_and_not_by_its_first_transfer
     assert widths == [16, 16], "that of whole words"
     assert ask(p, d) == {Ending.DONE}
     d.check()
+
+
+def test_a_node_starts_where_triton_cannot_be_imported_for_whatever_reason(pair, monkeypatch, caplog):
+    def broken(name):
+        raise RuntimeError("no driver is active")
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    monkeypatch.setattr(copier, "importlib", SimpleNamespace(import_module=broken))
+    p, d = pair(Granularity.FULL, (0, 0), prefill_tp=1)
+    assert ask(p, d) == {Ending.DONE}
+    d.check()
+    assert "pieces go one by one: no driver is active" in caplog.text
 
 
 @pytest.mark.parametrize("devices, transport", [((0, 0), "cuda_ipc"), ((None, 0), "shm"), ((None, 0), "tcp")])

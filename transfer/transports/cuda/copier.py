@@ -228,3 +228,6 @@ def _kernels() -> Any:
         return importlib.import_module("transfer.transports.cuda.kernels")
     except ImportError:
         return None
+    except Exception as error:  # Triton's own, as it looks for what it needs
+        Copier._say(error)
+        return None
