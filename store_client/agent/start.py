@@ -106,14 +106,15 @@ class Starter:
             lock_.let_go(lock)
 
     def _begin_thread(self, lock: int) -> None:
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(lock,), name="mooncake-connector-embedded-agent", daemon=True
         )
         try:
-            self._thread.start()
-        except BaseException:  # as many as may be are there; else nobody could start one on this pool any more
+            thread.start()
+        except Exception:  # as many as may be are there; else nobody could start one on this pool any more
             lock_.let_go(lock)
             raise
+        self._thread = thread
 
     def _run(self, lock: int) -> None:
         try:

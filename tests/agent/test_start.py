@@ -127,6 +127,8 @@ def test_an_embedded_agent_whose_thread_does_not_start_leaves_the_place_to_other
         assert starter.see_to_it()
     assert str(said[0][-1]) == "can't start new thread"
     lock.let_go(lock.hold(pool))
+    starter._agent = SimpleNamespace(stop=said.append)  # one before, which has ended
+    starter.close()
 
 
 def test_why_an_agent_ends_before_it_serves_is_in_the_engines_log_as_well(pool, tmp_path, caplog):
