@@ -65,7 +65,7 @@ def test_a_request_for_log_probabilities_of_its_prompt_is_computed(shared: Share
     assert asked()["miss"] == "short", "all pages of it are there"
     said = asked(prompt_logprobs=1)
     assert (said["miss"], said["hit_tokens"]) == ("not_cached", "0")
-    explained_in_words(server, shared.pool, said)
+    explained_in_words(server, shared.pool, said, again=lambda: asked(prompt_logprobs=1))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class TestKills(TransportFixtures):
 
     @pytest.fixture
     def fork(self, tmp_path: Path) -> Iterator[Callable[[], Forked]]:
-        with forking(tmp_path, "transfer.transports.rdma.transport", "ibverbs") as path:
+        with forking(tmp_path, "transfer.transports.rdma.transport") as path:
             yield lambda: Forked(path, RdmaTransport, EMULATED)
 
     def test_receivers_killed_at_any_moment_are_lost_and_the_next_one_gets_everything(
