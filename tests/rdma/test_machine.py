@@ -26,7 +26,7 @@ SHORT = (
     "test_inside_wire.py::TestBadWire",  # last: its cards stay
 )
 """For `make test`: four minutes of a core."""
-LEAST = 90 if ALL else 30
+LEAST = 110 if ALL else 50
 """Tests that must have run there."""
 
 pytestmark = pytest.mark.skipif(VARIABLE in os.environ, reason="this is the emulated machine")
