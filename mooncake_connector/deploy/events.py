@@ -18,9 +18,11 @@ _RANKS = {
     "vllm": ("--data-parallel-size-local", "-dpl", "--data-parallel-size", "-dp"),
     "sglang": ("--attn-dp-size", "--dp-size", "--data-parallel-size", "--dp"),
 }
-"""How many data-parallel ranks an instance has here, by the first of these that is given."""
+"""How many data-parallel ranks an instance has here: in vLLM the first that is given of these, in SGLang the most."""
 _OTHERS = ("--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr")
 """Of vLLM, where other ranks than the first ones are here."""
+_TRUE = ("true", "1", "yes", "on", "t", "y")
+"""What vLLM takes for it, in any case of letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def publishing(engine: str, flags: tuple[str, ...], taken: set[int]) -> Publishi
 
 def _problem(engine: str, flags: Sequence[str], config: dict[str, Any], endpoint: re.Match[str] | None) -> str:
     """Why nobody here knows where the instance publishes."""
-    if engine == "vllm" and config.get("enable_kv_cache_events") is not True:
+    if engine == "vllm" and str(config.get("enable_kv_cache_events")).lower() not in _TRUE:
         return f"its {_FLAG} has no \"enable_kv_cache_events\": true, so it publishes nothing"
     if config.get("publisher", "zmq" if engine == "vllm" else None) != "zmq":
         return f"its {_FLAG} has no \"publisher\": \"zmq\", so it publishes nothing"
@@ -136,5 +138,6 @@ def _num_ranks(engine: str, flags: Sequence[str]) -> int:
     for at, word in enumerate(flags):
         name, equals, text = word.partition("=")
         given[name.replace("_", "-")] = text if equals else "".join(flags[at + 1 : at + 2])
-    text = next((given[name] for name in _RANKS[engine] if name in given), "")
-    return int(text) if re.fullmatch(r"[1-9][0-9]{0,3}", text) else 1
+    sizes = [given[name] for name in _RANKS[engine] if name in given]
+    counted = sizes[:1] if engine == "vllm" else sizes
+    return max((int(size) for size in counted if re.fullmatch(r"[1-9][0-9]{0,3}", size)), default=1)

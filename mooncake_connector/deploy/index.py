@@ -105,14 +105,17 @@ class Index:
             publishing: of each data-parallel rank of an instance the URL, its number, where its events are heard, and
                 where they are replayed if they are.
         """
-        while publishing:
-            for url, rank, *endpoints in publishing:
-                try:
-                    registered = self._register(kind, url, int(rank), endpoints)
-                    await self._within(time.monotonic() + _REGISTER_S, _REGISTER_S, registered)
-                except _Failed as error:
-                    said = "%s is not registered with the index, which will be tried again: %s"
-                    log_once(f"router.register.{url}.{error.cause}", said, url, error)
+        await asyncio.gather(*(self._keep_one(kind, *one) for one in publishing))
+
+    async def _keep_one(self, kind: str, url: str, rank: str, *endpoints: str) -> None:
+        """By itself, so that one that hangs holds up no other."""
+        while True:
+            try:
+                registered = self._register(kind, url, int(rank), endpoints)
+                await self._within(time.monotonic() + _REGISTER_S, _REGISTER_S, registered)
+            except _Failed as error:
+                said = "%s is not registered with the index, which will be tried again: %s"
+                log_once(f"router.register.{url}.{error.cause}", said, url, error)
             await asyncio.sleep(_REGISTER_EVERY_S)
 
     async def _register(self, kind: str, url: str, rank: int, endpoints: Sequence[str]) -> None:
@@ -131,8 +134,8 @@ class Index:
         except _Failed as error:
             if error.status != 409 or (url, rank) in self._replaced or not await self._is_outdated(registration):
                 raise
-            self._replaced.add((url, rank))
             await self._post(f"{self._url}/unregister", name, {})
+            self._replaced.add((url, rank))
             await self._post(f"{self._url}/register", registration, {})
 
     async def _is_outdated(self, registration: Body) -> bool:
@@ -158,14 +161,18 @@ class Index:
     @staticmethod
     async def _within(until_s: float, deadline_s: float, work: Coroutine[Any, Any, T]) -> T:
         """`deadline_s`: what is said where it is late; a question takes two such steps until one moment."""
-        try:
-            return await asyncio.wait_for(work, max(0.0, until_s - time.monotonic()))
+        task = asyncio.ensure_future(work)
+        try:  # not by wait_for: before Python 3.12 that forgets that it is cancelled where its work has just ended
+            await asyncio.wait((task,), timeout=max(0.0, until_s - time.monotonic()))
+            if not task.done():
+                raise _Failed("late", f"no answer within {deadline_s:g} s")
+            return task.result()
         except _Failed:
             raise
-        except (TimeoutError, asyncio.TimeoutError):
-            raise _Failed("late", f"no answer within {deadline_s:g} s") from None
         except Exception as error:  # httpx has many, and no request may fail for any of them
             raise _Failed("unreachable", repr(error)) from None
+        finally:
+            task.cancel()
 
     def _question(self, body: Body, tokens: list[int]) -> Body:
         salt = body.get("cache_salt")

@@ -191,8 +191,11 @@ def test_ports_of_events_follow_each_other_in_each_role_from_where_it_begins(tmp
 
 
 @pytest.mark.parametrize(
-    "engine, flag", [("vllm", "-dp 2"), ("vllm", "--data_parallel_size=4 -dpl 2"), ("sglang", "--dp-size=2")]
-)
+    "engine, flag", [
+        ("vllm", "-dp 2"), ("vllm", "--data_parallel_size=4 -dpl 2"), ("sglang", "--dp-size=2"),
+        ("sglang", "--attn-dp-size 1 --dp-size 2"),
+    ],
+)  # fmt: skip
 def test_each_data_parallel_rank_publishes_at_the_next_port_and_is_registered_by_itself(tmp_path, engine, flag):
     both = events(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5567")
     run = made(tmp_path, f"engine: {engine}\nmodel: /m\nflags: >-\n  {flag} {both}\n{INDEX}")

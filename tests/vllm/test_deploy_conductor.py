@@ -340,11 +340,11 @@ def test_what_a_former_deployment_registered_is_replaced_and_what_a_person_regis
         engine.die()
 
 
-def registered(answer: Callable[[httpx.Request], httpx.Response], urls: list[str], rounds: int) -> list[str]:
+def registered(answer: Callable[[httpx.Request], Any], urls: list[str], rounds: int) -> list[str]:
     """What is asked while instances are registered again and again with an index that answers so."""
     asked = list[str]()
 
-    def note(request: httpx.Request) -> httpx.Response:
+    def note(request: httpx.Request) -> Any:
         asked.append(str(request.url))
         return answer(request)
 
@@ -359,8 +359,9 @@ def registered(answer: Callable[[httpx.Request], httpx.Response], urls: list[str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_REGISTER_EVERY_S", 0.0)
+        patch.setattr(module, "_REGISTER_S", 600.0)
         forget_causes()
-        asyncio.run(register())
+        asyncio.run(asyncio.wait_for(register(), 60))
     return asked
 
 
@@ -382,6 +383,33 @@ def test_what_another_deployment_calls_the_same_is_replaced_once_and_not_in_turn
     asked = registered(answer, ["http://one:1"], rounds=4)
     assert asked.count("http://index:1/unregister") == 1 and asked.count("http://index:1/register") >= 4
     assert "http://one:1 is not registered" in caplog.text and "/register answered 409" in caplog.text
+
+
+def test_a_replacement_that_the_index_refused_is_tried_again():
+    former = {"instance_id": "http://one:1", "dp_rank": 0, "tenant_id": "default", "endpoint": "tcp://10.0.0.2:5557"}
+    unregistered = iter((503, 200))
+    known = [former]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        said = {"/v1/models": {"data": [{"id": "m"}]}, "/services": {"services": list(known)}}
+        status = 409 if request.url.path == "/register" and known else 200
+        if request.url.path == "/unregister" and (status := next(unregistered)) == 200:
+            known.clear()
+        return httpx.Response(status, json=said.get(request.url.path, {}))
+
+    asked = registered(answer, ["http://one:1"], rounds=4)
+    assert not known and asked.count("http://index:1/unregister") == 2
+
+
+def test_an_instance_that_hangs_holds_up_no_other():
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    def answer(request: httpx.Request) -> Any:
+        return never() if request.url.host == "silent" else httpx.Response(200, json={"data": [{"id": "m"}]})
+
+    asked = registered(answer, ["http://silent:1", "http://one:1"], rounds=3)
+    assert asked.count("http://index:1/register") >= 3
 
 
 def reached(client: Client) -> bool:

@@ -26,6 +26,9 @@ def read(flags: tuple[str, ...]) -> argparse.Namespace:
     (f"--kv_events_config={json.dumps({**ON, 'endpoint': 'tcp://*:7000', 'replay_endpoint': 'tcp://*:7010'})}",),
     (*DOTTED.split(), "--kv-events-config.endpoint=tcp://*:7000"),
     (*DOTTED.split(), "--kv-events-config", json.dumps({"endpoint": "tcp://*:1"}), "--data-parallel-size", "2"),
+    ("--kv-events-config.enable_kv_cache_events", "True"),
+    ("--kv-events-config", json.dumps({"enable_kv_cache_events": "yes"})),
+    ("--kv-events-config", json.dumps({"enable_kv_cache_events": 1})),
     ("-dp", "3", "--kv-events-config", json.dumps({**ON, "replay_endpoint": "tcp://*:7000"})),
 ], ids=" ".join)  # fmt: skip
 def test_each_rank_of_two_instances_publishes_where_it_is_registered(flags: tuple[str, ...]) -> None:
@@ -42,7 +45,9 @@ def test_each_rank_of_two_instances_publishes_where_it_is_registered(flags: tupl
     assert len(taken) == 2 * len(ports)
 
 
-@pytest.mark.parametrize("config", [{}, {"publisher": "zmq"}, {**ON, "publisher": "null"}], ids=json.dumps)
+@pytest.mark.parametrize("config", [
+    {}, {"publisher": "zmq"}, {**ON, "publisher": "null"}, {"enable_kv_cache_events": "off"},
+], ids=json.dumps)  # fmt: skip
 def test_where_it_says_that_nothing_is_published_vllm_publishes_nothing(config: dict[str, object]) -> None:
     flags = ("--kv-events-config", json.dumps(config))
     assert publishing("vllm", flags, set()).problem.endswith("publishes nothing")
