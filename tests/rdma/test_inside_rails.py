@@ -186,5 +186,5 @@ def test_timeout_and_retries_of_a_queue_pair_are_those_that_are_configured() -> 
         attributes, other = abi.zeroed(abi.QP_ATTR), abi.zeroed(abi.QP_INIT_ATTR)
         asked = abi.Attributes.TIMEOUT | abi.Attributes.RETRY_CNT
         query, pointers = library().ibv_query_qp, (attributes.ctypes.data_as(c_void_p), other.ctypes.data_as(c_void_p))
-        assert query(c_void_p(reader._pair.queue.address), pointers[0], int(asked), pointers[1]) == 0
+        assert query(c_void_p(reader._pair.queue_pair.address), pointers[0], int(asked), pointers[1]) == 0
         assert (attributes["timeout"], attributes["retry_cnt"]) == (19, 3)

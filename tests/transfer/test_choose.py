@@ -119,6 +119,9 @@ def test_a_transport_that_cannot_listen_is_left_out(opened, caplog, monkeypatch)
     monkeypatch.setattr("transfer.transports.cma.CmaTransport.listen", fail)
     assert list(transports.listen()) == ["tcp"]
     assert fallbacks(caplog) == ["transport cma cannot listen: no sockets today"]
+    counted, again = transports.take_counts(), transports.take_counts()
+    assert counted["transports_left_out"] == {"cma: cannot listen: no sockets today": 1}
+    assert "transports_left_out" not in again
 
 
 WITHOUT_PERMISSION = """

@@ -166,6 +166,7 @@ class Transports:
                 endpoints[name] = transport.listen()
             except (OSError, TransferError) as error:
                 log_once(f"transfer.listen:{name}", "transport %s cannot listen: %s", name, error, logger=logger)
+                self._uncounted.append(f"{name}: cannot listen: {error}")
         return endpoints
 
     def connect(self, endpoints: Mapping[str, bytes], *, deadline_s: float) -> Peer:
@@ -193,7 +194,7 @@ class Transports:
         raise Unavailable("no transport reaches the peer: " + "; ".join([*self._left_out, *reasons]) + remedy)
 
     def take_counts(self) -> dict[str, Mapping[str, int]]:
-        """See `Transport.take_counts`; and once, which are left out and why."""
+        """See `Transport.take_counts`; and once, which are not offered and why."""
         counts = {name: of for transport in self._transports.values() for name, of in transport.take_counts().items()}
         if self._uncounted:
             counts["transports_left_out"] = dict.fromkeys(self._uncounted, 1)

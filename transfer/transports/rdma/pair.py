@@ -62,9 +62,9 @@ class Pair:
     def __init__(self, card: Card, completions: Queue, max_requests: int) -> None:
         """Raises OSError."""
         self._card = card
-        self.queue = card.queue_pair(completions, max_requests)
+        self.queue_pair = card.queue_pair(completions, max_requests)
         sequence = secrets.randbits(_NUMBER_BITS)
-        self.end = End(self.queue.number, sequence, card.lid, card.mtu, card.max_reads, card.rail.gid)
+        self.end = End(self.queue_pair.number, sequence, card.lid, card.mtu, card.max_reads, card.rail.gid)
 
     def serve(self, peer: End, epoch: int) -> None:
         """Let the peer read what it has keys of. Raises OSError."""
@@ -78,22 +78,22 @@ class Pair:
 
     def post(self, chain: Chain) -> None:
         """Raises OSError."""
-        self.queue.post(chain)
+        self.queue_pair.post(chain)
 
     def fail(self) -> None:
         """Have the card give up all that is under way, each with a completion. Raises OSError."""
-        self.queue.fail()
+        self.queue_pair.fail()
 
     def close(self) -> None:
         """Once this returned, the card neither reads nor writes for it. Raises OSError."""
-        self.queue.close()
+        self.queue_pair.close()
 
     def _receive(self, peer: End, epoch: int, access: Access) -> None:
         if epoch:
-            self.queue.reset()
+            self.queue_pair.reset()
         rail, settings = self._card.rail, self._card.settings
-        self.queue.to_init(rail.port, access, settings.pkey_index)
-        self.queue.to_rtr(
+        self.queue_pair.to_init(rail.port, access, settings.pkey_index)
+        self.queue_pair.to_rtr(
             peer.number, _sequence(peer, epoch), peer.lid, peer.gid, rail.port, sgid_index=self._card.gid_index,
             mtu=min(self._card.mtu, peer.mtu), hop_limit=_ROUTERS, max_dest_rd_atomic=self._card.max_reads,
             sl=settings.service_level, traffic_class=settings.traffic_class,
@@ -102,7 +102,7 @@ class Pair:
     def _send(self, peer: End, epoch: int) -> None:
         reads, settings = min(self._card.max_reads, peer.max_reads), self._card.settings
         timeout = ack_timeout(settings.lost_after_s, settings.retries)
-        self.queue.to_rts(
+        self.queue_pair.to_rts(
             _sequence(self.end, epoch), timeout=timeout, retry_cnt=settings.retries, max_rd_atomic=reads
         )
 

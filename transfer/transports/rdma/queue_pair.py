@@ -12,7 +12,7 @@ import numpy as np
 from transfer.transports.base import Int64
 from transfer.transports.rdma import abi
 from transfer.transports.rdma.abi import Access, Attributes, Opcode, State
-from transfer.transports.rdma.verbs import Context, Domain, Made, Queue, Registered, Window, check, library, made
+from transfer.transports.rdma.verbs import Context, Domain, Handle, Queue, Registered, Window, check, library, made
 from transfer.transports.vectors import address_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Chain:
         )
 
 
-class QueuePair(Made):
+class QueuePair(Handle):
     """A reliable connected one. Everything here raises OSError."""
 
     def __init__(

@@ -46,7 +46,7 @@ def in_use() -> str:
     """What speaks to the cards, where `library` gives it."""
     library()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if f"/{abi.LIBRARY}" in line or "/libibverbs.so" in line:
+        if "/libibverbs.so" in line:
             return f"libibverbs ({os.path.realpath(line.split(maxsplit=5)[5])})"
     return "libibverbs"
 
@@ -120,14 +120,14 @@ class Completion(NamedTuple):
     status_str: str
 
 
-class Made:
-    """Something of the library's. It lives as long as what was made from it: the end of who is closed first waits."""
+class Handle:
+    """To what the library made. That lives as long as what was made from it: if it is closed before, its end waits."""
 
     _lock = threading.Lock()
     """Of all: held while what is alive is counted, never during a call of the library."""
 
-    def __init__(self, make: Callable[[], int], end: Callable[[int], int], *sources: Made) -> None:
-        """`make` returns its address, from these sources. Raises OSError."""
+    def __init__(self, make: Callable[[], int], end: Callable[[int], int], *sources: Handle) -> None:
+        """`make` returns its address, made from these sources; `end` is what the library ends it by. Raises OSError."""
         self._end, self._sources = end, sources
         self._users, self._is_closed = 0, False
         with self._lock:
@@ -182,7 +182,7 @@ class Made:
                 stack.callback(source._finish)
 
 
-class Context(Made):
+class Context(Handle):
     """An opened device."""
 
     def __init__(self, device: int) -> None:
@@ -223,7 +223,7 @@ class Context(Made):
         return Queue(self, size, channel)
 
 
-class Channel(Made):
+class Channel(Handle):
     """Tells which of its queues have something."""
 
     def __init__(self, context: Context) -> None:
@@ -244,7 +244,7 @@ class Channel(Made):
         return self.queues.get(queue.value or 0)
 
 
-class Queue(Made):
+class Queue(Handle):
     """Of completions. For one thread at a time."""
 
     def __init__(self, context: Context, size: int, channel: Channel | None) -> None:
@@ -278,7 +278,7 @@ class Queue(Made):
         super().close()
 
 
-class Domain(Made):
+class Domain(Handle):
     """What a device's memory regions, windows and queue pairs belong to."""
 
     def __init__(self, context: Context) -> None:
@@ -300,7 +300,7 @@ class Domain(Made):
         return Window(self._context, self)
 
 
-class Registered(Made):
+class Registered(Handle):
     """Memory that a device knows. It cannot be closed while a window is bound to it."""
 
     def __init__(self, domain: Domain, function: str, *arguments: int) -> None:
@@ -308,7 +308,7 @@ class Registered(Made):
         self.lkey, self.rkey = (abi.member(abi.MR, name, self.address) for name in ("lkey", "rkey"))
 
 
-class Window(Made):
+class Window(Handle):
     """Over registered memory once it is bound, with a key of its own, for one queue pair."""
 
     def __init__(self, context: Context, domain: Domain) -> None:
