@@ -99,7 +99,8 @@ _WORDS = {
         "give the pool a larger capacity, or set a larger state_budget for models with states",
     ),
     Miss.RANKS_DISAGREE: Words(
-        "found by one rank of SGLang and not by another, which did not look, or not in time, or is on another host",
+        "found by one rank of SGLang and not by another, which did not look, or not in time, had no room, or is on "
+        "another host",
         "see the log of the other ranks; where they are on several hosts, ask each host's pool with `why --pool`",
     ),
     Miss.LATE: Words(

@@ -137,7 +137,9 @@ def _note_lookup(
 ) -> None:
     """`own_tokens`: what this rank found, of which all have so many."""
     page_tokens, first = controller.page_size, len(operation.prefix_keys or ())
-    if found_tokens < own_tokens and not operation.is_terminated():
+    if found_tokens < own_tokens:
+        if operation.is_terminated():
+            return  # another rank had heard of that, and looked up nothing
         _note_disagreement(backend, operation, found_tokens // page_tokens, own_tokens - found_tokens, asked.again)
     if not backend.logs_requests:
         return
@@ -151,7 +153,7 @@ def _note_lookup(
 
 
 def _note_disagreement(backend: Any, operation: Any, first: int, tokens: int, again: bool) -> None:
-    """This rank found so many tokens from the prompt's page `first` on that another one did not."""
+    """This rank found so many tokens, from page `first` of those asked for, that another one did not."""
     if backend.counts_lookups:
         why = backend.records.why_not_everywhere(operation.all_hash_values[first])
         backend.missed.note(why, tokens)

@@ -377,15 +377,15 @@ def test_pages_that_another_rank_did_not_find_though_they_are_there(
 
 
 def test_a_request_that_is_aborted_while_the_ranks_agree_misses_nothing(
-    rank: Callable[..., Rank], added: Any, monkeypatch: pytest.MonkeyPatch
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others have heard of it, and look up nothing."""
+    """The others have heard of it, and look up nothing. Nor has it a line, which could not say why it has no hit."""
     one = of_two(rank, monkeypatch, found_pages=0)
     operation = PrefetchOperation(CacheRequestHandle("request", 0), WHOLE[:192], None, [])
     _, found = one.controller._storage_hit_query(operation)
     operation.mark_terminate()
     assert (found, one.controller._sync_prefetch_hit_query(operation, found)) == (192, 0)
-    assert added() == {}
+    assert added() == {} and lines(caplog) == []
 
 
 def test_what_a_scheduler_asks_of_all_ranks_is_missed_where_one_lacks_it(
