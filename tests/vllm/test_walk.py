@@ -77,6 +77,10 @@ def walk(
             (interruption.event.set if rng.random() < 0.7 else interruption.event.clear)()
             monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
         engine.step()
+    if "abort" not in engine.reasons.values():  # by chance, nobody was
+        name = engine.add(next(source), 60)
+        engine.step()
+        engine.abort(name)
     faults.release()
     faults.lose_reads = None
     faults.refuse_writes = False
