@@ -70,12 +70,12 @@ def publishing(engine: str, flags: tuple[str, ...], taken: set[int]) -> Publishi
     ranks = range(_num_ranks(engine, flags))
     listening = {name: match for name, match in found.items() if match}
     first = {name: int(match[2]) for name, match in listening.items()}
-    if len({port + rank for port in first.values() for rank in ranks}) < len(first) * len(ranks):
+    every = {port + rank for port in first.values() for rank in ranks}
+    if len(every) < len(first) * len(ranks):
         raise ConfigError(
             f"{_FLAG} has the ports {' and '.join(map(str, first.values()))}, but each of {len(ranks)} data-parallel "
             f"ranks takes the next one: set them {len(ranks)} apart"
         )
-    every = {port + rank for port in first.values() for rank in ranks}
     further = next(more for more in itertools.count() if taken.isdisjoint(port + more for port in every))
     if max(every) + further > 65535:
         raise ConfigError(f"{_FLAG} has port {max(first.values())}, and up to 65535 there is none for each instance")

@@ -39,7 +39,7 @@ class DeviceRegions:
     def register(self, region: Region) -> None:
         """With every card; what one of them does not take goes through stages, and a line in the log says why."""
         try:
-            self._register(region, self.way, self.by_window)
+            self._register(region, self.way)
         except TransferError as error:
             reason, size = f"{self.way}: {error}", f"{region.nbytes} bytes at {region.address:#x}"
             cause = f"transfer.rdma.staged:{kind_of(reason)}"
@@ -93,21 +93,21 @@ class DeviceRegions:
 
     def _try_out_by(self, way: str, region: Region) -> None:
         """Raises TransferError, OSError."""
-        self._register(region, way, self.by_window)
+        self._register(region, way)
         try:
             for rail in self._rails.all:
                 try_out(rail.card, self._memory, region.address)
         finally:
             self._rails.unregister(region)
 
-    def _register(self, region: Region, way: str, by_window: bool) -> None:
+    def _register(self, region: Region, way: str) -> None:
         """Raises TransferError."""
         self._memory.check(region)
         if way == DMA_BUF:
             with self._memory.exported(region) as (descriptor, offset):
-                self._rails.register_dma_buf(region, descriptor, offset, by_window=by_window)
+                self._rails.register_dma_buf(region, descriptor, offset, by_window=self.by_window)
         else:
-            self._rails.register_device(region, by_window=by_window)
+            self._rails.register_device(region, by_window=self.by_window)
 
     def _set(self, regions: list[Region]) -> None:
         self._direct = sorted(regions, key=lambda region: region.address)
